@@ -70,6 +70,9 @@ struct VerifyArgs {
     nats_url: Option<SecretString>,
     #[arg(long, env = "SVC_NATS_CA_PATH")]
     nats_ca: Option<PathBuf>,
+    /// The copies of the archive.
+    #[arg(long, env = "SVC_NATS_STREAM_REPLICAS", default_value_t = 1)]
+    nats_stream_replicas: usize,
 }
 
 /// Runs the subcommand, and returns the result as an exit code.
@@ -134,7 +137,8 @@ async fn verified(args: &AuditArgs, how: &VerifyArgs, pool: &PgPool, out: &mut i
     let mut strange = 0;
     if let Some(url) = &how.nats_url {
         let client = nats::connect(url, how.nats_ca.as_deref(), "gpuaas-audit").await?;
-        let found = tokio::time::timeout(std::time::Duration::from_secs(30), archived(&client)).await;
+        let found =
+            tokio::time::timeout(std::time::Duration::from_secs(30), archived(&client, how.nats_stream_replicas)).await;
         let (archived, none) = found.context("the archive of heads did not answer in time")??;
         heads.extend(archived);
         strange = none;

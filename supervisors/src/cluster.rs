@@ -1,7 +1,6 @@
 //! Ownership of shards and messages between members (design 6): Postgres decides ownership; NATS carries heartbeats and all
 //! messages.
 
-pub mod assignment;
 pub mod authentication;
 pub mod bus;
 pub mod clock;
@@ -12,13 +11,16 @@ pub mod member_queries;
 pub mod nats;
 pub mod nats_permissions;
 pub mod process_identity;
-pub mod takeover;
+pub mod recovery_stream;
+pub mod shard_assignment;
+pub mod shard_takeover;
+pub mod stream_copies;
 
 use crate::process_roles::ProcessRole;
 use clock::MemberClock;
 use domain::commit::Epoch;
 use domain::{MemberId, Shard, Timestamp};
-use persistence::cluster::{Member, MemberHeartbeat, Ownership};
+use persistence::membership::{Member, MemberHeartbeat, Ownership};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -200,7 +202,7 @@ impl ClusterView {
         if !with_role.contains(&self.me.id) {
             return Vec::new();
         }
-        let divided = assignment::assign(&with_role);
+        let divided = shard_assignment::assign(&with_role);
         let lacks = |owned: &&Ownership| {
             owned
                 .owner

@@ -3,9 +3,9 @@
 use anyhow::Context;
 use domain::Timestamp;
 use ed25519_dalek::SigningKey;
-use edge::services::Trust;
+use edge::app_state::Trust;
 use edge::tls::tickets::SharedTickets;
-use edge::trust::keys_in_force::KeysInForce;
+use edge::trust::current_keys::CurrentKeys;
 use edge::trust::node_certificate::TrustDomain;
 use edge::trust::recovery_nonce::Nonces;
 use persistence::audit::AuditKey;
@@ -24,7 +24,7 @@ use wire::VerifierSet;
 pub async fn load(
     secrets: &Secrets,
     domain: TrustDomain,
-    keys: KeysInForce,
+    keys: CurrentKeys,
     configured_verifiers: &[String],
     api_ca_pem: String,
     at_rest: Arc<KeyRing>,

@@ -2,6 +2,7 @@
 //! database's content.
 
 mod this_member;
+mod tree_page;
 
 use crate::cluster::bus::Bus;
 use crate::cluster::member_queries::{answer_all, ask_all};
@@ -14,17 +15,17 @@ use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
 use domain::restart_record::RuntimePart as Restartable;
 use domain::{EntityKind, EntityRef, MemberId, NodeId};
+use edge::app_state::runtime_interface::{
+    ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
+    RuntimeError, Stats, Tree, TreeFilter, TreePosition, WorkerNode,
+};
 use edge::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample, NodeSummary};
 use edge::http::long_poll::LongPolls;
-use edge::services::runtime_interface::{
-    ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
-    RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
-};
 use edge::tls::connections::Connections;
-use edge::trust::keys_in_force::KeysInForce;
+use edge::trust::current_keys::CurrentKeys;
 use futures::FutureExt;
 use futures::future::{BoxFuture, join_all};
-use persistence::queries::{WaitingEntity, WaitingFilter};
+use persistence::queries::{WaitingEntity, WaitingFilter, WaitingPosition};
 use persistence::{Cluster, Committer, OutboxRow, Reads};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
@@ -32,6 +33,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::mpsc;
+use tree_page::TreePage;
 use uuid::Uuid;
 
 /// How many entities a tree shows by default.
@@ -56,7 +58,7 @@ pub struct OperatorView {
     pub pool: PgPool,
     pub polls: LongPolls,
     pub connections: Connections,
-    pub keys: KeysInForce,
+    pub keys: CurrentKeys,
     /// The id of the key-encryption key that seals here.
     pub seals_with: String,
     /// The queue of committed events that the relay has not taken yet.
@@ -138,36 +140,36 @@ impl OperatorView {
             }
         };
         let only_parked = filter.parked == Some(true);
-        let wanted = WaitingFilter {
-            kind,
-            state: filter.state.clone(),
-            overdue_at: filter.overdue.unwrap_or(false).then_some(now),
-            ids: None,
+        let after = filter.page_token.map(|TreePosition { deadline_at, id }| WaitingPosition { deadline_at, id });
+        let overdue_at = filter.overdue.unwrap_or(false).then_some(now);
+        let mut wanted = WaitingFilter { kind, state: filter.state.clone(), overdue_at, ids: None, after };
+        let with_shards = filter.shards == Some(true);
+        // Which entities are parked is known by their hosts alone.
+        let hosted = if only_parked { Some(self.gather(Vec::new(), with_shards).await) } else { None };
+        if let Some((parts, _)) = &hosted {
+            let rows = parts.values().flat_map(|part| &part.entities);
+            let parked = rows.filter(|row| row.status == entity_host::ActivationStatus::Parked);
+            wanted.ids = Some(parked.map(|row| row.id).collect());
+        }
+        let waiting = self.reads.waiting(&wanted, limit + 1).await?;
+        let (parts, silent) = match hosted {
+            Some(gathered) => gathered,
+            None => self.gather(waiting.iter().map(|row| row.entity.id).collect(), with_shards).await,
         };
-        let mut waiting = if only_parked { Vec::new() } else { self.reads.waiting(&wanted, limit + 1).await? };
-        let truncated = waiting.len() > limit as usize;
-        waiting.truncate(limit as usize);
-        let ids = waiting.iter().map(|row| row.entity.id).collect();
-        let (parts, silent) = self.gather(ids, filter.shards == Some(true)).await;
         let rows: BTreeMap<Uuid, &HostedEntity> =
             parts.values().flat_map(|part| &part.entities).map(|row| (row.id, row)).collect();
         let troubled: Vec<_> =
             rows.values().filter(|row| row.status != entity_host::ActivationStatus::Awake).copied().collect();
-        if only_parked || filter.kind.is_none() && filter.state.is_none() && filter.overdue.is_none() {
-            let known: BTreeSet<_> = waiting.iter().map(|row| row.entity.id).collect();
-            let missing = troubled.iter().map(|row| row.id).filter(|id| !known.contains(id));
-            let ids: Vec<_> = missing.take(limit as usize).collect();
-            if !ids.is_empty() {
-                let more = WaitingFilter { ids: Some(ids), ..WaitingFilter::default() };
-                waiting.extend(self.reads.waiting(&more, limit).await?);
-            }
-        }
+        let is_filtered = only_parked || filter.kind.is_some() || filter.state.is_some() || filter.overdue.is_some();
+        let page = if is_filtered {
+            TreePage::of(waiting, limit)
+        } else {
+            let ids: Vec<_> = troubled.iter().map(|row| row.id).collect();
+            TreePage::of_summary(&self.reads, after, waiting, &ids, limit).await?
+        };
         let owners = self.owners();
-        let mut entities: Vec<_> =
-            waiting.iter().map(|at| entity_node(at, rows.get(&at.entity.id).copied(), &owners)).collect();
-        if only_parked {
-            entities.retain(|entity| entity.status == EntityStatus::Parked);
-        }
+        let shown = |at: &WaitingEntity| entity_node(at, rows.get(&at.entity.id).copied(), &owners);
+        let entities = page.entities.iter().map(shown).collect();
         let mut entities_by_kind: BTreeMap<String, BTreeMap<String, u64>> = BTreeMap::new();
         for count in self.reads.counts().await? {
             entities_by_kind.entry(count.kind.to_string()).or_default().insert(count.state, count.count);
@@ -179,7 +181,8 @@ impl OperatorView {
             silent: silent.into_iter().map(|id| id.0).collect(),
             entities_by_kind,
             entities,
-            truncated,
+            truncated: page.next.is_some(),
+            next_page: page.next.map(|WaitingPosition { deadline_at, id }| TreePosition { deadline_at, id }),
         })
     }
 
@@ -242,7 +245,7 @@ impl OperatorView {
         let done = gathered.answers.values().any(|reply| matches!(reply, RuntimeReply::Restarted(true)));
         let missing = by.map_or(!gathered.silent.is_empty(), |member| gathered.silent.contains(&member));
         Ok(match (done, missing) {
-            (true, _) => RestartOutcome::Anew,
+            (true, _) => RestartOutcome::Restarted,
             (false, true) => RestartOutcome::Unknown,
             (false, false) => RestartOutcome::Nothing,
         })
@@ -267,7 +270,7 @@ impl OperatorView {
         let shards = self.cluster.shards().await?;
         // By this member's own view: a step of the database's clock makes no dead member live.
         let ClusterState { living, heard_at, .. } = self.view.state();
-        let member = |at: &persistence::cluster::MemberHeartbeat| MemberReport {
+        let member = |at: &persistence::membership::MemberHeartbeat| MemberReport {
             id: at.member.id.0,
             name: at.member.name.clone(),
             started_at: at.member.started_at,
@@ -287,7 +290,8 @@ impl OperatorView {
         })
     }
 
-    async fn check_readiness(&self) -> Readiness {
+    /// Whether this process can serve.
+    pub async fn check_readiness(&self) -> Readiness {
         let store = match self.cluster.incarnation().await {
             Ok(_) => "ok".to_owned(),
             Err(error) => error.to_string(),
@@ -297,7 +301,7 @@ impl OperatorView {
         let shards = if owned == domain::Shard::COUNT { "ok".to_owned() } else { format!("{owned} of 256 are owned") };
         let member = match (self.view.has_fresh_lease(), state.partitioned) {
             (false, _) => "this member's renewal is overdue",
-            (true, true) => "the other members hear each other over NATS and not this one",
+            (true, true) => "the other members receive each other over NATS and not this one",
             (true, false) => "ok",
         };
         let member = member.to_owned();

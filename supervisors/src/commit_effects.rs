@@ -1,7 +1,7 @@
 //! The effects of commits: they are performed in this process directly, and at the other replicas by a message over NATS.
 
 use crate::cluster::bus::{Bus, PeerSignal};
-use crate::process_environment::ProcessEnvironment;
+use crate::entity_environment::EntityEnvironment;
 use actors::shell_dependencies::Effects;
 use domain::Effect;
 use edge::http::long_poll::LongPolls;
@@ -16,7 +16,7 @@ pub struct ProcessEffects {
     pub polls: LongPolls,
     pub terminals: Terminals,
     pub connections: Connections,
-    pub environment: Arc<ProcessEnvironment>,
+    pub environment: Arc<EntityEnvironment>,
     /// Notified when the keys are to be read at once.
     pub keys_changed: Arc<Notify>,
     pub bus: Bus,

@@ -2,36 +2,46 @@
 //! reported before anything starts.
 
 mod agent_package;
+mod database;
+pub mod env_file;
 mod identity;
 mod ingress;
-mod log_store;
+pub mod installed_settings;
 mod maas;
 mod mail;
 mod node_api;
+mod outside_service;
 mod payments;
+pub mod settings_table;
 mod variables;
 
 pub use agent_package::AgentPackageSettings;
+pub use database::DatabaseArgs;
 pub use identity::IdentityConfig;
-pub use log_store::LogStoreSettings;
 pub use maas::MaasConfig;
 pub use mail::MailSettings;
 pub use node_api::NodeProxies;
+pub use outside_service::{OutsideClient, OutsideServiceSettings};
 pub use payments::PaymentsConfig;
 pub use variables::{ConfigError, Problem};
 
+use crate::cluster::stream_copies;
 use crate::process_roles::{ProcessRole, parse_roles};
+use database::database;
 use domain::Timestamp;
 use edge::auth::internal_route_auth::InternalToken;
+use edge::outbound::alertmanager::Alertmanager;
+use edge::outbound::log_store::LogStore;
 use edge::tls::ingress::Ingress;
 use edge::tls::{ServerTls, server_config};
 use edge::trust::node_certificate::TrustDomain;
+use env_file::EnvFile;
 use identity::{identity, internal_token};
 use ingress::ingress;
 use ipnet::IpNet;
 use node_api::node_proxies;
+use outside_service::outside_service;
 use persistence::envelope_encryption::KeyRing;
-use persistence::pool::{self, PoolConfig, PoolError};
 use secrecy::SecretString;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -47,6 +57,10 @@ pub struct Config {
     pub database_ca: Option<PathBuf>,
     pub nats_url: SecretString,
     pub nats_ca: Option<PathBuf>,
+    /// The copies of each stream that a NATS cluster keeps.
+    pub nats_stream_copies: usize,
+    /// Whether the start expands the schema. Otherwise `gpuaas migrate` has done so before.
+    pub migrate_on_start: bool,
     /// Seals secrets at rest. Nothing starts without it.
     pub key_ring: Arc<KeyRing>,
     /// The time until which snapshots without a seal are accepted: while the previous release, which does not seal, still runs.
@@ -82,7 +96,9 @@ pub struct Config {
     /// The agent's package, as far as it is configured.
     pub agent_package: AgentPackageSettings,
     /// Where the logs of nodes go; `None` where they go nowhere.
-    pub log_store: Option<LogStoreSettings>,
+    pub log_store: Option<OutsideServiceSettings<LogStore>>,
+    /// Where the alerts of the monitoring are; `None` where operators see them elsewhere.
+    pub alertmanager: Option<OutsideServiceSettings<Alertmanager>>,
     /// The bare-metal provider, where one is configured.
     pub maas: Option<MaasConfig>,
     /// The payment processor, where one is configured.
@@ -103,6 +119,34 @@ impl Config {
     /// [`ConfigError`] lists every variable that is missing or wrong, and every file that cannot be used.
     pub fn from_environment(roles: &str) -> Result<Self, ConfigError> {
         Self::gather(roles, &|name| std::env::var(name).ok())
+    }
+
+    /// As [`from_environment`](Self::from_environment), with the database of a command line, where that names one.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_database(roles: &str, database: &DatabaseArgs) -> Result<Self, ConfigError> {
+        Self::gather(roles, &|name| database.value(name).or_else(|| std::env::var(name).ok()))
+    }
+
+    /// Checks the text of an environment file, beside the variables that `outside` finds. Returns how many settings the file has.
+    ///
+    /// # Errors
+    /// [`ConfigError`] lists every line, name and value that is wrong, and what is missing.
+    pub fn check(text: &str, outside: &dyn Fn(&str) -> Option<String>) -> Result<usize, ConfigError> {
+        let mut file = EnvFile::parse(text);
+        let mistakes = file.values.keys().filter_map(|name| settings_table::mistake(name)).map(Problem::of);
+        file.problems.extend(mistakes.collect::<Vec<_>>());
+        let (values, count) = (file.values.clone(), file.values.len());
+        let find = |name: &str| values.get(name).cloned().or_else(|| outside(name));
+        let roles = find("SVC_ROLES").filter(|roles| !roles.trim().is_empty()).unwrap_or_else(|| "all".to_owned());
+        let read = Self::gather(&roles, &find).map(drop);
+        let logging = crate::logging::check(find).map_err(|error| ConfigError::of(format!("{error:#}")));
+        let read = match (read, logging) {
+            (Err(wrong), Err(more)) => Err(wrong.and(more)),
+            (read, logging) => read.and(logging),
+        };
+        file.with_problems_of(read).map(|()| count)
     }
 
     fn gather(roles: &str, find: &dyn Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
@@ -144,12 +188,14 @@ impl Config {
             database_ca,
             nats_url: nats_url.into(),
             nats_ca,
-            public_listen: it.address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443"),
-            node_listen: it.address("SVC_NODE_LISTEN", "0.0.0.0:9443"),
+            nats_stream_copies: nats_stream_copies(it),
+            migrate_on_start: it.switch("SVC_MIGRATE_ON_START"),
+            public_listen: it.address(PUBLIC_LISTEN.0, PUBLIC_LISTEN.1),
+            node_listen: it.address(NODE_LISTEN.0, NODE_LISTEN.1),
             node_proxies: node_proxies(it),
             ingress: ingress(it),
-            webhook_listen: it.address("SVC_WEBHOOK_LISTEN", "0.0.0.0:7443"),
-            operations_listen: it.address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464"),
+            webhook_listen: it.address(WEBHOOK_LISTEN.0, WEBHOOK_LISTEN.1),
+            operations_listen: it.address(OPERATIONS_LISTEN.0, OPERATIONS_LISTEN.1),
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),
             terminal_url,
             terminal_origins: it.list("SVC_TERMINAL_ORIGINS"),
@@ -166,7 +212,8 @@ impl Config {
             probe_allowed: it.networks("NODE_PROBE_ALLOWED_CIDRS"),
             bootstrap_verifier_keys,
             agent_package: agent_package::agent_package(it),
-            log_store: log_store::log_store(it),
+            log_store: outside_service(it),
+            alertmanager: outside_service(it),
             maas: maas::maas(it),
             payments: payments::payments(it),
             roles: it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}"))),
@@ -177,6 +224,12 @@ impl Config {
         })
     }
 }
+
+/// The variables of listeners, and where these are without them.
+pub(crate) const PUBLIC_LISTEN: (&str, &str) = ("SVC_PUBLIC_LISTEN", "0.0.0.0:8443");
+pub(crate) const NODE_LISTEN: (&str, &str) = ("SVC_NODE_LISTEN", "0.0.0.0:9443");
+pub(crate) const WEBHOOK_LISTEN: (&str, &str) = ("SVC_WEBHOOK_LISTEN", "0.0.0.0:7443");
+pub(crate) const OPERATIONS_LISTEN: (&str, &str) = ("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464");
 
 const TERMINAL_URL: &str = "SVC_TERMINAL_URL";
 const VERIFIER_KEYS: &str = "NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS";
@@ -192,27 +245,19 @@ fn unsealed_until(variables: &mut Variables<'_>) -> Option<Timestamp> {
     read.ok()
 }
 
-/// The URL is a secret: it may hold a password.
-fn database(variables: &mut Variables<'_>) -> (String, Option<PathBuf>) {
-    const URL: &str = "SVC_DATABASE_URL";
-    const CA: &str = "SVC_DATABASE_CA_PATH";
-    let url = variables.required(
-        URL,
-        "a URL such as postgres://user:password@db.example:5432/gpuaas, or postgres:///gpuaas?host=/run/postgresql&user=gpuaas for a socket",
-    );
-    let ca = variables.optional_certificates(CA);
-    if !url.is_empty() {
-        match pool::check(&PoolConfig::new(url.clone().into(), ca.clone())) {
-            Ok(()) => {}
-            Err(error @ PoolError::Unverified { .. }) => {
-                variables.wrong(format!(
-                    "{CA} is not set, but {error}; it must name the authorities of its certificate, PEM"
-                ));
-            }
-            Err(error @ (PoolError::Url | PoolError::Proxy(_))) => variables.wrong(format!("{URL}: {error}")),
+fn nats_stream_copies(variables: &mut Variables<'_>) -> usize {
+    let Some(text) = variables.optional(stream_copies::SETTING) else { return 1 };
+    match text.trim().parse() {
+        Ok(copies) if (1..=stream_copies::COPIES_MAX).contains(&copies) => copies,
+        Ok(_) | Err(_) => {
+            variables.wrong(format!(
+                "{} is {text:?}; it must be the number of copies of each stream, from 1 to {}, and at most the servers of the NATS cluster",
+                stream_copies::SETTING,
+                stream_copies::COPIES_MAX
+            ));
+            1
         }
     }
-    (url, ca)
 }
 
 fn key_ring(variables: &mut Variables<'_>) -> Option<Arc<KeyRing>> {

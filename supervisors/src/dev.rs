@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use futures::future::try_join_all;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 use persistence::envelope_encryption::KeyRing;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
@@ -22,18 +22,21 @@ use environment::{EnvironmentFile, EnvironmentVariables};
 use first_rental::{FirstRental, StepListener};
 use local_servers::balancer::Balancer;
 use local_servers::identity::IdentityProvider;
+use local_servers::identity::browser_login::RegisteredConsole;
 use local_servers::nats::{NatsServer, NatsUser};
-use local_servers::payment_processor::PaymentProcessor;
+use local_servers::payment_processor::card_form::CardForm;
+use local_servers::payment_processor::{PaymentProcessor, SCRIPT_URL};
 use local_servers::pki::Authority;
 use local_servers::postgres::PostgresServer;
 use local_servers::settings::SavedSettings;
-use local_servers::{files, identity};
+use local_servers::{identity, private_files};
 use replica::{ListenAddresses, Replica, ReplicaSettings};
 
 pub mod agents;
 pub mod api;
 pub mod environment;
 pub mod first_rental;
+mod folder;
 pub mod replica;
 
 /// The SKU of the first rental, by its name.
@@ -67,7 +70,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Flags of `gpuaas dev`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// Run the first rental in a new environment below --dir, which is removed afterwards, and exit: with 0 when it succeeded
+    /// Run the first rental in a new environment below --dir, stop it and exit: with 0 when it succeeded. Its logs stay in `once/logs`
     #[arg(long)]
     pub once: bool,
     /// Start over: remove the data, addresses and passwords of earlier starts
@@ -141,6 +144,8 @@ struct DevEnvironment {
     webhook: Balancer,
     identity: IdentityProvider,
     processor: PaymentProcessor,
+    /// What the payment page loads in place of the processor's script.
+    _card_form: CardForm,
     nats: NatsServer,
     postgres: PostgresServer,
     authority: Authority,
@@ -158,34 +163,34 @@ impl DevEnvironment {
     async fn start(args: &DevArgs) -> anyhow::Result<Self> {
         let clock = Stopwatch::default();
         let dir = if args.once { args.dir.join("once") } else { args.dir.clone() };
-        refuse_foreign_folder(&dir)?;
-        files::traversable_folder(&dir)?;
+        folder::refuse_foreign(&dir)?;
+        private_files::traversable_folder(&dir)?;
         let folder = dir.canonicalize()?;
-        let lock = lock(&folder)?;
+        let lock = folder::lock(&folder)?;
         let saved_path = folder.join("kept.json");
         let is_resumed = !args.once && !args.fresh && SavedSettings::open(&saved_path)?.get(DONE).is_some();
         let run = folder.join("run");
         let logs = folder.join("logs");
         let gpuaas = std::env::current_exe().context("this program's own path is unknown")?;
-        let agent = files::find_sibling(&gpuaas, "gpuaas-agent")?;
+        let agent = private_files::find_sibling(&gpuaas, "gpuaas-agent")?;
         let is_root = nix::unistd::Uid::effective().is_root();
         let directories = if is_root { Some(AgentDirectories::claim(&folder)?) } else { None };
-        files::remove_folder(&logs)?;
+        private_files::remove_folder(&logs)?;
         if !is_resumed {
             // An earlier start may have left tenants on this machine; their agents' state names them.
             agents::clean_up(&agent, &run.join("agents"))?;
             // First, so that nothing resumes half-removed data.
             for file in ["kept.json", "key-ring"] {
-                files::remove_file(&folder.join(file))?;
+                private_files::remove_file(&folder.join(file))?;
             }
             PostgresServer::remove_data(&folder.join("postgres"))?;
             let parts = ["pki", "nats", "localstripe"].map(|part| folder.join(part));
             for left in parts.iter().chain([&run]).chain(directories.as_ref().map(|directories| &directories.folder)) {
-                files::remove_folder(left)?;
+                private_files::remove_folder(left)?;
             }
         }
         for new in [&run, &logs] {
-            files::private_folder(new)?;
+            private_files::private_folder(new)?;
         }
         let saved = if args.once { SavedSettings::ephemeral() } else { SavedSettings::open(&saved_path)? };
 
@@ -219,6 +224,10 @@ impl DevEnvironment {
         if !key_ring_path.exists() {
             KeyRing::create(&key_ring_path)?;
         }
+        let public_url = format!("https://{}", public.address());
+        let ca_pem = std::fs::read_to_string(authority.certificate_path())?;
+        let card_form = CardForm::restore(&processor, &public_url, &saved).await?;
+        identity.register_console(RegisteredConsole { url: public_url.clone(), ca_pem });
         let settings = ReplicaSettings {
             executable: gpuaas,
             folder: logs.clone(),
@@ -229,14 +238,17 @@ impl DevEnvironment {
             key_ring_path,
             issuer: identity.issuer(),
             audience: identity::AUDIENCE.to_owned(),
-            public_url: format!("https://{}", public.address()),
+            public_url,
             node_public_url: format!("https://{}", node.address()),
             stats_token: saved.secret("INTERNAL_STATS_TOKEN", "", 32)?,
             variables: std::iter::once((
                 REFRESH_TOKEN.to_owned(),
-                saved.value(REFRESH_TOKEN, || Ok(files::random_hex(32)))?,
+                saved.value(REFRESH_TOKEN, || Ok(private_files::random_hex(32)))?,
             ))
-            .chain(processor.variables(first_rental::CURRENCY))
+            .chain(std::iter::once(("SVC_MIGRATE_ON_START".to_owned(), "true".to_owned())))
+            .chain(replica::console_login(&identity))
+            .chain(processor.variables(first_rental::CURRENCY).into_iter().filter(|(name, _)| name != SCRIPT_URL))
+            .chain([(SCRIPT_URL.to_owned(), card_form.script_url())])
             .chain(FORWARDED_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
             .collect(),
         };
@@ -278,6 +290,7 @@ impl DevEnvironment {
             webhook,
             identity,
             processor,
+            _card_form: card_form,
             nats,
             postgres,
             authority,
@@ -410,6 +423,7 @@ impl DevEnvironment {
     fn print_addresses(&self) {
         let mut lines = vec![
             String::new(),
+            format!("  web console        https://{}/console/", self.public.address()),
             format!("  public API         https://{}", self.public.address()),
             format!("  its description    https://{}/api/v1/docs", self.public.address()),
             format!("  node API           https://{}", self.node.address()),
@@ -422,7 +436,10 @@ impl DevEnvironment {
             lines.push(format!("  {name:<18} {public}, nodes {node}, pid {pid}"));
         }
         lines.push(format!("  identity provider  {}", self.identity.issuer()));
-        lines.push(format!("  payment processor  {} (localstripe)", self.processor.url()));
+        lines.push(format!(
+            "  payment processor  {} (localstripe); the payment page offers its test cards",
+            self.processor.url()
+        ));
         for username in ["admin", "admin2", "user", "user2"] {
             if let Some(person) = self.identity.person(username) {
                 lines.push(format!("  {username:<18} password {}", person.password.expose_secret()));
@@ -433,7 +450,7 @@ impl DevEnvironment {
         lines.push("\nNext, in another terminal:".to_owned());
         lines.push(format!("  . {}", self.env_file.path().display()));
         // Built by deploy/up with everything else; the book's user/login.md says how to use it.
-        if let Ok(gpuctl) = files::find_sibling(&self.agent_settings.executable, "gpuctl") {
+        if let Ok(gpuctl) = private_files::find_sibling(&self.agent_settings.executable, "gpuctl") {
             let gpuctl = gpuctl.display();
             lines.push(format!(
                 "  printf '%s\\n' \"$SVC_USER_PASSWORD\" | {gpuctl} login --username \"$SVC_USER_USERNAME\" --password-stdin && {gpuctl} skus list"
@@ -472,7 +489,7 @@ impl DevEnvironment {
                 print_line(&format!("{error:#}. The next start tries again."));
             }
             if let Some(directories) = &self.directories {
-                let _ = files::remove_folder(&directories.folder);
+                let _ = private_files::remove_folder(&directories.folder);
             }
         }
         futures::future::join_all(self.replicas.iter_mut().map(Replica::stop)).await;
@@ -541,60 +558,6 @@ fn subject(identity: &IdentityProvider, username: &str) -> anyhow::Result<String
     Ok(person.id.to_string())
 }
 
-/// Two environments in one folder would remove each other's data. The lock ends with this process.
-/// What an environment has in its folder; and, in the checkout's `.dev`, what deploy/ installs and builds beside it.
-const OWN_ENTRIES: [&str; 14] = [
-    "lock",
-    "kept",
-    "key-ring",
-    "env",
-    "run",
-    "logs",
-    "pki",
-    "postgres",
-    "nats",
-    "localstripe",
-    "once",
-    "tools",
-    "not-run",
-    "book",
-];
-
-/// Refuses a folder that holds anything else: an environment writes and removes files there.
-fn refuse_foreign_folder(dir: &std::path::Path) -> anyhow::Result<()> {
-    let entries = match std::fs::read_dir(dir) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).with_context(|| format!("{} cannot be read", dir.display())),
-    };
-    for entry in entries {
-        let name = entry?.file_name();
-        let text = name.to_string_lossy();
-        if !OWN_ENTRIES
-            .iter()
-            .any(|own| text.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-        {
-            bail!(
-                "{} holds other files, such as {}: name an empty folder, or one of an earlier start, with --dir FOLDER",
-                dir.display(),
-                name.display()
-            );
-        }
-    }
-    Ok(())
-}
-
-fn lock(folder: &std::path::Path) -> anyhow::Result<Flock<std::fs::File>> {
-    let file = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(folder.join("lock"))?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock)
-        .map_err(|_| {
-            anyhow::anyhow!(
-                "another environment is up in {}: stop it (Ctrl-C where it runs), or start this one in another folder with --dir FOLDER",
-                folder.display()
-            )
-        })
-}
-
 /// Ctrl-C, or a termination signal of the parent.
 struct InterruptSignal {
     signals: [tokio::signal::unix::Signal; 3],
@@ -646,22 +609,4 @@ impl StepListener for Stopwatch {
 fn print_line(text: &str) {
     // Standard output may be closed; the child processes must be stopped all the same.
     let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn folder_with_foreign_files_is_refused_and_an_environments_own_is_not() {
-        let dir = tempfile::tempdir().unwrap();
-        assert!(refuse_foreign_folder(&dir.path().join("new")).is_ok());
-        for own in ["lock", "kept.json", "env.0a1b2c3d.new", "tools", "postgres"] {
-            std::fs::write(dir.path().join(own), "").unwrap();
-        }
-        assert!(refuse_foreign_folder(dir.path()).is_ok());
-        std::fs::write(dir.path().join("environment"), "").unwrap();
-        let error = refuse_foreign_folder(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("such as environment") && error.contains("--dir"), "{error}");
-    }
 }

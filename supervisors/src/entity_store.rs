@@ -9,7 +9,6 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::loader::LoadError;
 use persistence::{Cluster, Committer, Loader, Reads};
-use prometheus::IntCounter;
 use std::sync::Arc;
 use tokio::sync::Notify;
 
@@ -30,7 +29,7 @@ impl Store for PgStore {
         async move {
             if !self.committer.wait_settled(entity.id, shard_of(entity.id)).await {
                 return Err(StoreReadError::unavailable(
-                    "the fate of a transition that was sent is not known yet".to_owned(),
+                    "the outcome of a transition that was sent is not known yet".to_owned(),
                 ));
             }
             self.loader.load(entity).await.map_err(|error| match error {
@@ -43,10 +42,10 @@ impl Store for PgStore {
 
     fn commit(&self, commit: Commit) -> BoxFuture<'_, CommitOutcome> {
         async move {
-            let counters = self.metrics.counters_for(&commit);
+            let observations = self.metrics.observations_of(&commit);
             let outcome = self.committer.commit(commit).await;
             match &outcome {
-                CommitOutcome::Applied => counters.iter().for_each(IntCounter::inc),
+                CommitOutcome::Applied => observations.record(),
                 CommitOutcome::Fenced => self.fenced.notify_one(),
                 CommitOutcome::Conflict
                 | CommitOutcome::Claimed { .. }

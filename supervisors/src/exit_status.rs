@@ -1,11 +1,16 @@
 //! Exit statuses of `gpuaas`, which service managers act on. The numbers are those of `sysexits.h`.
 
 use crate::config::ConfigError;
-use persistence::pool::ConnectionError;
+use crate::restore_gate::RestoreFinding;
+use persistence::key_rewrap::KeyRingMismatch;
+use persistence::migrate::SchemaError;
+use persistence::pool::{ConnectionError, PoolError};
 use std::process::ExitCode;
 
 /// `EX_CONFIG`: an operator has to correct a setting first, so that a restart does not help.
 pub const CONFIGURATION: u8 = 78;
+/// `EX_TEMPFAIL`: a contract has to wait for members of an earlier release. The same command succeeds once they are gone.
+pub const WAITS: u8 = 75;
 /// `EX_UNAVAILABLE`: the database cannot be reached. A restart succeeds once it is back.
 pub const UNAVAILABLE: u8 = 69;
 const FAILURE: u8 = 1;
@@ -17,12 +22,32 @@ pub fn code_of(error: &anyhow::Error) -> ExitCode {
 }
 
 fn status_of(error: &anyhow::Error) -> u8 {
-    if error.is::<ConfigError>() {
+    if error.is::<ConfigError>() || error.is::<PoolError>() {
+        return CONFIGURATION;
+    }
+    if let Some(KeyRingMismatch::Missing { .. } | KeyRingMismatch::Wrong { .. }) = error.downcast_ref() {
+        return CONFIGURATION;
+    }
+    if let Some(SchemaError::Newer { .. } | SchemaError::Behind { .. } | SchemaError::Changed { .. }) =
+        error.downcast_ref()
+    {
         return CONFIGURATION;
     }
     match error.downcast_ref() {
-        Some(ConnectionError::Refused { .. } | ConnectionError::Pool(_)) => CONFIGURATION,
-        Some(ConnectionError::Down { .. }) => UNAVAILABLE,
+        Some(RestoreFinding::Moved { is_temporary: true, .. }) => return UNAVAILABLE,
+        Some(
+            RestoreFinding::Behind { .. }
+            | RestoreFinding::AnotherCluster { .. }
+            | RestoreFinding::Moved { .. }
+            | RestoreFinding::Superseded { .. },
+        ) => return CONFIGURATION,
+        None => {}
+    }
+    match error.downcast_ref() {
+        Some(ConnectionError::Refused { .. } | ConnectionError::AnotherDatabase { .. } | ConnectionError::Pool(_)) => {
+            CONFIGURATION
+        }
+        Some(ConnectionError::Down { .. } | ConnectionError::ReadOnly { .. }) => UNAVAILABLE,
         None => FAILURE,
     }
 }
@@ -48,6 +73,11 @@ mod tests {
     fn configuration_errors_have_another_exit_status_than_other_failures() {
         let wrong = Err::<(), _>(ConfigError::of("SVC_NATS_URL is not set")).context("serve");
         assert_eq!(wrong.map_err(|error| status_of(&error)), Err(CONFIGURATION));
+        let mismatch = KeyRingMismatch::Missing { id: "first".to_owned(), count: 1 };
+        assert_eq!(status_of(&anyhow::Error::from(mismatch).context("SVC_KEK_FILE")), CONFIGURATION);
+        let behind = SchemaError::Behind { missing: vec![41, 42] };
+        assert!(behind.to_string().contains("migrations 0041, 0042"), "{behind}");
+        assert_eq!(status_of(&anyhow::Error::from(behind).context("the database")), CONFIGURATION);
         assert_eq!(status_of(&anyhow::anyhow!("a port is taken")), FAILURE);
     }
 }

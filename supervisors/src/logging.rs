@@ -4,9 +4,9 @@
 use crate::traces::{self, TraceExporter};
 use anyhow::Context;
 use telemetry::{HostFields, LogLines};
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Registry, reload};
 
 /// ractor's own spans live as long as its actors do.
 const DEFAULT: &str = "info,ractor=warn,async_nats=warn,sqlx=warn";
@@ -17,18 +17,50 @@ const SERVICE: &str = "control-plane";
 /// The NATS client logs an error when a server closes a new connection; it is muted, since `cluster::nats` logs lost connections.
 const NOISE: &str = "async_nats::connector=off";
 
-/// Starts logging for this process. `RUST_LOG` filters it. Returns the exporter of spans, where one is configured.
+/// The filter of this process's logs, which can be replaced while it runs.
+#[derive(Clone)]
+pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
+
+impl LogFilter {
+    /// Filters by these directives, as those of `RUST_LOG`, from now on; by the default ones where they are blank.
+    ///
+    /// # Errors
+    /// Where they are no filter; the one of before stays.
+    pub fn replace(&self, directives: &str) -> anyhow::Result<()> {
+        let directives = if directives.trim().is_empty() { DEFAULT } else { directives };
+        let filter = EnvFilter::try_new(directives).with_context(|| wrong_filter(directives))?;
+        Ok(self.0.reload(filter.add_directive(NOISE.parse()?))?)
+    }
+}
+
+fn wrong_filter(filter: &str) -> String {
+    format!("RUST_LOG is {filter:?}, which is no filter such as info")
+}
+
+/// Starts logging for this process. `RUST_LOG` filters it. Returns the filter, and the exporter of spans, where one is configured.
 ///
 /// # Errors
 /// Where logging was started before, or a variable cannot be used.
-pub fn start() -> anyhow::Result<Option<TraceExporter>> {
+pub fn start() -> anyhow::Result<(LogFilter, Option<TraceExporter>)> {
     let environment = |name: &str| std::env::var(name).ok();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
-    let filter = filter.add_directive(NOISE.parse()?);
+    let (filter, handle) = reload::Layer::new(filter.add_directive(NOISE.parse()?));
     let lines = LogLines::new(std::io::stderr, SERVICE, &host_fields(environment)?);
     let (collecting, traces) = traces::configured(environment)?.unzip();
     tracing_subscriber::registry().with(filter).with(lines).with(collecting).try_init()?;
-    Ok(traces)
+    Ok((LogFilter(handle), traces))
+}
+
+/// Checks the variables of logs and traces, and starts nothing.
+///
+/// # Errors
+/// Names the variable that cannot be used.
+pub fn check(environment: impl Fn(&str) -> Option<String>) -> anyhow::Result<()> {
+    if let Some(filter) = environment("RUST_LOG").filter(|filter| !filter.trim().is_empty()) {
+        EnvFilter::try_new(&filter).with_context(|| wrong_filter(&filter))?;
+    }
+    host_fields(&environment)?;
+    traces::check(environment)
 }
 
 /// The host fields of every line. A host with a role must have a name.

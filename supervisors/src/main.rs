@@ -3,14 +3,22 @@
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
+use supervisors::begin_incarnation_command::{self, BeginIncarnationArgs};
 use supervisors::cluster::nats_permissions;
 use supervisors::config::ConfigError;
+use supervisors::config_command::{self, ConfigArgs};
 #[cfg(feature = "dev")]
 use supervisors::dev::{self, DevArgs};
+use supervisors::doctor::{self, DoctorArgs};
+use supervisors::key_ring_command::{self, KeyRingArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
+use supervisors::migrate_command::{self, MigrateArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
+use supervisors::recover_report::{self, RecoverReportArgs};
+use supervisors::retention_command::{self, RetentionArgs};
 use supervisors::snapshot_seal_command::{self, SealArgs};
-use supervisors::{config, exit_status, logging, process_roles, serve};
+use supervisors::support_bundle::{self, SupportBundleArgs};
+use supervisors::{config, exit_status, logging, process_roles, serve, settings_files};
 
 /// Returns memory after a burst, and touches no page of a buffer before it is written (decisions/0014).
 #[global_allocator]
@@ -36,9 +44,28 @@ enum Command {
     /// Starts a whole environment on this machine and runs the first rental in it.
     #[cfg(feature = "dev")]
     Dev(DevArgs),
+    /// Checks the settings of an environment file: unknown names, wrong and missing values, all at once. Exits with 0 or 78.
+    Config(ConfigArgs),
+    /// Looks at everything that a replica needs (settings, certificates, Postgres, NATS, identity provider, ports, limits), and says what to do
+    /// about what is wrong. Changes nothing. Exits with 0 where nothing is wrong, with 1 for warnings, with 2 for errors.
+    Doctor(DoctorArgs),
+    /// Collects what is needed to diagnose a fault from elsewhere into one archive, without secrets: findings of doctor, settings, supervision tree, overdue
+    /// and parked entities, metrics, the log, Postgres' locks, streams. Works while the service, Postgres or NATS do not.
+    SupportBundle(SupportBundleArgs),
+    /// Brings the database to this release's schema, apart from serving: expand before members of this release start, contract once none of
+    /// an earlier one is left. Exits with 0 where that is done, and with 75 where a contract waits for members of an earlier release.
+    Migrate(MigrateArgs),
+    /// Shows how large the tables of the database are and grow, what the retention policies keep, what their next run removes, and in how many
+    /// days the disk is full. Changes nothing.
+    Retention(RetentionArgs),
     /// Starts a new incarnation of a database that was restored from a backup; run it once, while no member runs. What the backup has lost
-    /// must not be taken for something new. It releases every shard and raises every epoch.
-    BeginIncarnation,
+    /// must not be taken for something new. It releases every shard and raises every epoch. Where nothing was restored, it changes nothing.
+    BeginIncarnation(BeginIncarnationArgs),
+    /// Lists what a database that was restored from a backup has lost, by what NATS, the nodes and the payment processor have: tenants without
+    /// allocation, money without posting, tokens spent. Exits with 0 where nothing is lost, 1 where something is, 2 where a source cannot be read.
+    RecoverReport(RecoverReportArgs),
+    /// Checks a copy of the key ring against the database.
+    KeyRing(KeyRingArgs),
     /// Verifies the audit log, shows its heads, drops an old month.
     Audit(AuditArgs),
     /// Verifies the ledger: every balance against its entries.
@@ -49,7 +76,7 @@ enum Command {
     NodeCa(NodeCaArgs),
     /// Prints what a member's NATS user may publish and subscribe to, in the format of the server's configuration.
     NatsPermissions {
-        /// The member's name: SVC_MEMBER_NAME, and the name of the user
+        /// The name of the user, as it is in SVC_NATS_URL
         #[arg(long)]
         name: String,
         #[arg(long, default_value = "all", help = process_roles::roles_help())]
@@ -61,7 +88,11 @@ enum Command {
 async fn main() -> ExitCode {
     // The dependency graph has one provider; a second installation could only be a bug.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    match run(Arguments::parse()).await {
+    let ended = match settings_files::apply() {
+        Ok(()) => run(Arguments::parse()).await,
+        Err(error) => Err(error),
+    };
+    match ended {
         Ok(code) => code,
         Err(error) => {
             use std::io::Write;
@@ -74,22 +105,25 @@ async fn main() -> ExitCode {
 async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     match arguments.command {
         Command::Serve { roles } => {
-            let traces = logging::start().map_err(|error| ConfigError::of(format!("{error:#}")));
+            let logging = logging::start().map_err(|error| ConfigError::of(format!("{error:#}")));
             logging::short_panics();
-            let (config, traces) = match (config::Config::from_environment(&roles), traces) {
-                (Ok(config), Ok(traces)) => (config, traces),
+            let (config, (log_filter, traces)) = match (config::Config::from_environment(&roles), logging) {
+                (Ok(config), Ok(logging)) => (config, logging),
                 (Err(wrong), Err(more)) => return Err(wrong.and(more).into()),
                 (Err(wrong), Ok(_)) | (Ok(_), Err(wrong)) => return Err(wrong.into()),
             };
-            serve::serve(config, traces).await?;
+            serve::serve(config, log_filter, traces).await?;
         }
         #[cfg(feature = "dev")]
         Command::Dev(args) => dev::run(args).await?,
-        Command::BeginIncarnation => {
-            let incarnation = serve::begin_incarnation().await?;
-            use std::io::Write;
-            writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
-        }
+        Command::Config(args) => config_command::run(&args)?,
+        Command::Doctor(args) => return doctor::run(args).await,
+        Command::SupportBundle(args) => support_bundle::run(args).await?,
+        Command::Migrate(args) => return migrate_command::run(args).await,
+        Command::Retention(args) => retention_command::run(args).await?,
+        Command::BeginIncarnation(args) => begin_incarnation_command::run(args).await?,
+        Command::RecoverReport(args) => return recover_report::run(args).await,
+        Command::KeyRing(args) => key_ring_command::run(args).await?,
         Command::SealSnapshots(args) => snapshot_seal_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::NatsPermissions { name, roles } => {
@@ -101,4 +135,26 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+    use std::path::Path;
+
+    #[test]
+    fn manual_pages_and_completions_of_the_package_are_those_of_the_commands() {
+        // `gpuaas dev` is not in the package.
+        let built = Arguments::command();
+        let packaged = clap::Command::new("gpuaas")
+            .version(env!("CARGO_PKG_VERSION"))
+            .about("The control plane that rents out GPU nodes")
+            .after_help(AFTER_HELP)
+            .subcommands(built.get_subcommands().filter(|command| command.get_name() != "dev").cloned());
+        let mut files = manual_pages::pages(packaged.clone(), "8").unwrap();
+        files.extend(manual_pages::completions(packaged, "gpuaas"));
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/gpuaas");
+        manual_pages::compare(&folder, "gpuaas", &files).unwrap();
+    }
 }

@@ -4,16 +4,27 @@
 //! Metrics of shards cover this process's own shards: the sum over the processes is the cluster's. A metric that belongs to no single
 //! process (a stream's lag) is exported by every process with the role, with the same value.
 
+pub mod backups;
+pub mod certificate_log;
+pub mod entity_totals;
+pub mod replication;
+pub mod retention;
+
 use actors::entity_host::HostMetrics;
+use backups::BackupMetrics;
 use chrono::{DateTime, Utc};
+use domain::audit::AuditAction;
 use domain::event::Stream;
 use domain::key_set::Phase;
 use domain::{Commit, EntityKind, Event};
-use edge::trust::keys_in_force::Keys;
+use edge::trust::current_keys::Keys;
+use entity_totals::EntityTotals;
 use persistence::queries::{OutboxBacklog, WaitingCounts};
 use prometheus::{
-    Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
+    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
 };
+use replication::ReplicationMetrics;
 use sqlx::PgPool;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -44,6 +55,9 @@ pub struct ConsumerLag {
 
 /// Gauges and counters of this process.
 pub struct ProcessMetrics {
+    pub entity_totals: EntityTotals,
+    pub backups: BackupMetrics,
+    pub replication: ReplicationMetrics,
     registry: Registry,
     shards: IntGauge,
     awake: IntGauge,
@@ -108,6 +122,9 @@ impl ProcessMetrics {
         )?;
         registry.register(Box::new(clock.clone()))?;
         Ok(Self {
+            entity_totals: EntityTotals::register(registry)?,
+            backups: BackupMetrics::register(registry)?,
+            replication: ReplicationMetrics::register(registry)?,
             registry: registry.clone(),
             clock,
             roles: gauges("cluster_role_members", "Living members that have the role.", &["role"])?,
@@ -149,7 +166,7 @@ impl ProcessMetrics {
         match TextEncoder::new().encode(&self.registry.gather(), &mut text) {
             Ok(()) => String::from_utf8(text).unwrap_or_default(),
             Err(error) => {
-                tracing::warn!(%error, "the metrics cannot be written down");
+                tracing::warn!(%error, "the metrics cannot be encoded");
                 String::new()
             }
         }
@@ -183,8 +200,9 @@ impl ProcessMetrics {
         *scraped = failures_total.max(*scraped);
     }
 
-    /// Sets the ages of the keys that this process uses.
+    /// Sets the ages of the keys that this process uses, and the end of the authority that certifies nodes.
     pub fn set_key_ages(&self, keys: &Keys, now: DateTime<Utc>) {
+        self.entity_totals.set_node_authority_end(keys);
         self.key_age.reset();
         for (purpose, key) in keys.all() {
             let phase = key.standing.phase();
@@ -226,6 +244,11 @@ impl ProcessMetrics {
         self.lags.lock().unwrap_or_else(PoisonError::into_inner).get(stream.name()).copied()
     }
 
+    /// Records that the gauges of [`EntityTotals`] were read.
+    pub fn mark_inventory_read(&self) {
+        self.mark_read("inventory");
+    }
+
     fn mark_read(&self, from: &str) {
         self.read_at.with_label_values(&[from]).set(chrono::Utc::now().timestamp_micros() as f64 / 1e6);
     }
@@ -247,10 +270,33 @@ pub struct EventMetrics {
     committed: IntCounterVec,
     failures: IntCounter,
     timeouts: IntCounter,
+    activation: Histogram,
+    ssh_keys: IntCounterVec,
+}
+
+/// What a commit adds to the metrics once it is applied.
+#[derive(Default)]
+pub struct CommitObservations {
+    counters: Vec<IntCounter>,
+    /// How long an allocation took from its request until it was active.
+    activation: Option<(Histogram, f64)>,
+}
+
+impl CommitObservations {
+    /// Adds it to the metrics.
+    pub fn record(&self) {
+        self.counters.iter().for_each(IntCounter::inc);
+        if let Some((histogram, seconds)) = &self.activation {
+            histogram.observe(*seconds);
+        }
+    }
 }
 
 /// The reason code of a provisioning that the node did not confirm in time.
 const TIMEOUT: &str = "provisioning_timeout";
+
+const KEYS_WRITTEN: &str = "ok";
+const KEYS_NOT_WRITTEN: &str = "failed";
 
 impl EventMetrics {
     /// # Errors
@@ -269,27 +315,60 @@ impl EventMetrics {
                 "provisioning_timeouts_total",
                 "Allocations whose node did not confirm in time.",
             )?,
+            activation: Histogram::with_opts(
+                HistogramOpts::new(
+                    "provisioning_active_latency_seconds",
+                    "Time from the request for an allocation until it is active; the time in the queue for capacity is part of it.",
+                )
+                .buckets(vec![1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0]),
+            )?,
+            ssh_keys: IntCounterVec::new(
+                Opts::new("ssh_keys_reconciled_total", "Results of agents that were to write a tenant's SSH keys: ok or failed."),
+                &["result"],
+            )?,
         };
+        for result in [KEYS_WRITTEN, KEYS_NOT_WRITTEN] {
+            // Exported from the start, so that a first failure is an increase.
+            let _ = metrics.ssh_keys.with_label_values(&[result]);
+        }
         registry.register(Box::new(metrics.committed.clone()))?;
         registry.register(Box::new(metrics.failures.clone()))?;
         registry.register(Box::new(metrics.timeouts.clone()))?;
+        registry.register(Box::new(metrics.activation.clone()))?;
+        registry.register(Box::new(metrics.ssh_keys.clone()))?;
         Ok(metrics)
     }
 
-    /// The counters to increment once this commit is applied.
+    /// What to record once this commit is applied.
     #[must_use]
-    pub fn counters_for(&self, commit: &Commit) -> Vec<IntCounter> {
-        let mut counters = Vec::new();
+    pub fn observations_of(&self, commit: &Commit) -> CommitObservations {
+        let mut observed = CommitObservations::default();
         for (_, event) in &commit.outbox {
-            counters.push(self.committed.with_label_values(&[event.subject()]));
+            observed.counters.push(self.committed.with_label_values(&[event.subject()]));
             if let Event::ProvisioningFailed { reason, .. } = event {
-                counters.push(self.failures.clone());
+                observed.counters.push(self.failures.clone());
                 if reason == TIMEOUT {
-                    counters.push(self.timeouts.clone());
+                    observed.counters.push(self.timeouts.clone());
                 }
             }
+            // The id has the time of the request.
+            if let Event::AllocationActive { allocation_id, .. } = event
+                && let Some(requested_at) = allocation_id.0.get_timestamp()
+            {
+                let (seconds, nanos) = requested_at.to_unix();
+                let requested_at = seconds as f64 + f64::from(nanos) / 1e9;
+                let latency = (commit.at.timestamp_micros() as f64 / 1e6 - requested_at).max(0.0);
+                observed.activation = Some((self.activation.clone(), latency));
+            }
         }
-        counters
+        for record in &commit.audit {
+            if record.action == AuditAction::SshKeysReconcile {
+                let is_written = record.metadata["result"] == "ok";
+                let result = if is_written { KEYS_WRITTEN } else { KEYS_NOT_WRITTEN };
+                observed.counters.push(self.ssh_keys.with_label_values(&[result]));
+            }
+        }
+        observed
     }
 }
 
@@ -337,10 +416,37 @@ mod tests {
     fn provisioning_failures_are_counted_and_timeouts_separately() {
         let metrics = EventMetrics::register(&Registry::new()).unwrap();
         for reasons in [&["simulated_failure"][..], &["provisioning_timeout"], &[]] {
-            metrics.counters_for(&commit(reasons)).iter().for_each(IntCounter::inc);
+            metrics.observations_of(&commit(reasons)).record();
         }
         assert_eq!((metrics.failures.get(), metrics.timeouts.get()), (2, 1));
         assert_eq!(metrics.committed.with_label_values(&["provisioning.failed"]).get(), 2);
+    }
+
+    #[test]
+    fn activation_latency_begins_with_the_request_that_is_in_the_allocations_id() {
+        let metrics = EventMetrics::register(&Registry::new()).unwrap();
+        let requested = uuid::Timestamp::from_unix(uuid::NoContext, 1_700_000_000, 0);
+        let (allocation_id, node_id) = (AllocationId(Uuid::new_v7(requested)), domain::NodeId(Uuid::nil()));
+        let mut activated = commit(&[]);
+        activated.at = Timestamp::from_timestamp(1_700_000_042, 0).unwrap();
+        activated.outbox = vec![(EventId(Uuid::nil()), Event::AllocationActive { allocation_id, node_id })];
+        let _ = metrics.observations_of(&activated);
+        assert_eq!(metrics.activation.get_sample_count(), 0, "it is not applied yet");
+        metrics.observations_of(&activated).record();
+        assert_eq!((metrics.activation.get_sample_count(), metrics.activation.get_sample_sum()), (1, 42.0));
+    }
+
+    #[test]
+    fn keys_that_an_agent_did_not_write_are_counted() {
+        let metrics = EventMetrics::register(&Registry::new()).unwrap();
+        let target = EntityRef { kind: EntityKind::Node, id: Uuid::nil() };
+        for result in ["ok", "failed", "failed"] {
+            let metadata = serde_json::json!({ "result": result });
+            let record = domain::audit::AuditRecord::new(AuditAction::SshKeysReconcile, target, metadata);
+            metrics.observations_of(&Commit { audit: vec![record], ..commit(&[]) }).record();
+        }
+        let counted = |result| metrics.ssh_keys.with_label_values(&[result]).get();
+        assert_eq!((counted("ok"), counted("failed")), (1, 2));
     }
 
     #[test]

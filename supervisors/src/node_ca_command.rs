@@ -1,7 +1,7 @@
 //! `gpuaas node-ca`: the authorities of node certificates, for the proxies in front of the node API.
 
 use anyhow::Context;
-use edge::trust::keys_in_force::node_authorities_pem;
+use edge::trust::current_keys::node_authorities_pem;
 use persistence::envelope_encryption::KeyRing;
 use persistence::pool::{self, PoolConfig};
 use persistence::{Reads, Secrets};

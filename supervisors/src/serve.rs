@@ -1,7 +1,9 @@
 //! `gpuaas serve`: one process of the control plane, from its configuration to its ordered shutdown.
 
-use crate::cluster::FAILURE_TIMEOUT;
 use crate::config::Config;
+use crate::logging::LogFilter;
+use crate::reload::{self, Reloader};
+use crate::service_manager::SystemdNotifier;
 use crate::shutdown;
 use crate::startup::Stages;
 use crate::startup::actors::ActorStage;
@@ -9,20 +11,22 @@ use crate::startup::keys::KeyStage;
 use crate::startup::listeners::ListenerStage;
 use crate::startup::membership::MembershipStage;
 use crate::startup::services::ServiceStage;
-use crate::startup::storage::{StorageStage, open_database};
+use crate::startup::storage::StorageStage;
 use crate::traces::TraceExporter;
 use crate::workers::{WorkerDependencies, start_all};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use persistence::Cluster;
 use prometheus::Registry;
 use prometheus::process_collector::ProcessCollector;
 use std::sync::Arc;
 
-/// Runs until SIGTERM or SIGINT, then shuts down in order.
+/// Runs until SIGTERM or SIGINT, then shuts down in order. SIGHUP reloads what can be.
 ///
 /// # Errors
 /// Where the process cannot start: a setting is wrong, the database cannot be reached, a port is taken.
-pub async fn serve(config: Config, traces: Option<TraceExporter>) -> anyhow::Result<()> {
+pub async fn serve(config: Config, log_filter: LogFilter, traces: Option<TraceExporter>) -> anyhow::Result<()> {
+    let hangups = reload::hangups()?;
+    let manager = SystemdNotifier::from_environment();
+    manager.spawn_keep_alive();
     raise_open_files();
     let registry = process_registry()?;
     let storage = StorageStage::open(&config, &registry).await?;
@@ -34,27 +38,24 @@ pub async fn serve(config: Config, traces: Option<TraceExporter>) -> anyhow::Res
     let listeners = ListenerStage::bind(&config, &storage, &keys, &actors, &services).await?;
     let traces = traces.map(Arc::new);
     let stages = Stages { config, registry, traces, storage, keys, membership, actors, services, listeners };
-    let workers = WorkerDependencies::new(stages).await?;
+    let workers = Arc::new(WorkerDependencies::new(stages).await?);
     start_all(&workers)?;
+    let reloader = Reloader::new(Arc::clone(&workers), log_filter, &workers.stages.registry)?;
+    tokio::spawn(reloader.run(hangups, manager.clone()));
     let me = &workers.stages.membership.view.me;
     tracing::info!(member.id = %me.id, "{} serves", me.name);
-    stop_signal().await?;
+    let view = Arc::clone(&workers.stages.services.operator_view);
+    manager.spawn_ready_notification(move || {
+        let view = Arc::clone(&view);
+        async move { view.check_readiness().await.ready }
+    });
+    let superseded = tokio::select! {
+        stopped = stop_signal() => stopped.map(|()| None)?,
+        finding = workers.stages.membership.superseded.reported() => Some(finding),
+    };
+    manager.notify_stopping();
     shutdown::shut_down(&workers).await;
-    Ok(())
-}
-
-/// Begins an incarnation of the cluster on a restored database.
-///
-/// # Errors
-/// Where the database cannot be reached, or a member still lives.
-pub async fn begin_incarnation() -> anyhow::Result<i64> {
-    let pool = open_database(&Config::from_environment("all")?).await?;
-    let cluster = Cluster::new(pool);
-    let living = cluster.alive(FAILURE_TIMEOUT).await?;
-    if let Some(heartbeat) = living.first() {
-        anyhow::bail!("{} still runs; stop every member first", heartbeat.member.name);
-    }
-    Ok(cluster.begin_incarnation().await?)
+    superseded.map_or(Ok(()), |finding| Err(finding.into()))
 }
 
 /// The metrics of this process, with those that belong to no stage.

@@ -6,13 +6,13 @@ use crate::workers::{TREE, WorkerDependencies};
 use std::time::Duration;
 
 /// How long the ordered shutdown may take; a service manager kills a process that takes longer.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
+pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Stops the workers step by step.
 pub async fn shut_down(workers: &WorkerDependencies) {
     tracing::info!("stopping");
     if tokio::time::timeout(SHUTDOWN_TIMEOUT, shut_down_in_order(workers)).await.is_err() {
-        tracing::warn!("the ordered end took too long; what is left is taken over by others");
+        tracing::warn!("the shutdown took too long; other members take over what is left");
     }
     tracing::info!("stopped");
 }

@@ -2,6 +2,7 @@
 
 pub mod actors;
 pub mod keys;
+pub mod listener_certificate;
 pub mod listeners;
 pub mod membership;
 pub mod node_acceptor;

@@ -6,8 +6,8 @@ mod spec;
 pub use spec::{ALWAYS, BOUNDED, ReadinessRule, RestartPolicy, ShutdownStep, WorkerQueue, WorkerSpec};
 
 use chrono::Utc;
-use domain::Timestamp;
-use edge::services::runtime_interface::WorkerState;
+use domain::{Timestamp, retry};
+use edge::app_state::runtime_interface::WorkerState;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
@@ -194,8 +194,8 @@ impl WorkerEntry {
             return None;
         }
         self.enter(WorkerState::BackingOff);
-        let doublings = u32::try_from(self.recent.len() - 1).unwrap_or(0).min(16);
-        Some((pause * 2_u32.pow(doublings)).min(longest))
+        let failures = u32::try_from(self.recent.len()).unwrap_or(u32::MAX);
+        Some(retry::pause(pause, failures, longest))
     }
 
     fn row(&self, restartable: bool) -> WorkerRow {
@@ -361,7 +361,7 @@ pub fn workers_check(rows: &[WorkerRow]) -> String {
 #[must_use]
 pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("something without words")
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a value that is not text")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

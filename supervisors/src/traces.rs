@@ -5,6 +5,7 @@
 //! bounded queue; those that do not fit, or that no collector accepts, are counted and dropped: the service never waits for a collector.
 
 use anyhow::Context as _;
+use edge::outbound::http_client::client_builder;
 use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
 use opentelemetry::{InstrumentationScope, KeyValue, Value};
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig as _, WithHttpConfig as _};
@@ -62,15 +63,8 @@ pub fn configured(
     if ENDPOINTS.iter().all(|name| set(name).is_none()) {
         return Ok(None);
     }
-    let ratio = match set(RATIO) {
-        None => 1.0,
-        Some(text) => text
-            .parse()
-            .ok()
-            .filter(|ratio| (0.0..=1.0).contains(ratio))
-            .with_context(|| format!("{RATIO} is {text:?}; it must be the share of traces to sample, 0 to 1"))?,
-    };
-    let client = reqwest::Client::builder().timeout(EXPORT_TIMEOUT).build()?;
+    let ratio = sampling_ratio(&environment)?;
+    let client = client_builder(None).map_err(anyhow::Error::msg)?.timeout(EXPORT_TIMEOUT).build()?;
     let mut exporter = SpanExporter::builder()
         .with_http()
         .with_http_client(client)
@@ -87,6 +81,20 @@ pub fn configured(
     let collecting = SpanCollector { to, dropped: dropped.clone(), scope };
     let sampling = Sampling::of_ratio(ratio);
     Ok(Some((collecting, TraceExporter { from: Mutex::new(from), exporter, exported, dropped, sampling })))
+}
+
+/// Checks the sampler's variable.
+///
+/// # Errors
+/// Where it is no share.
+pub fn check(environment: impl Fn(&str) -> Option<String>) -> anyhow::Result<()> {
+    sampling_ratio(&environment).map(drop)
+}
+
+fn sampling_ratio(environment: &impl Fn(&str) -> Option<String>) -> anyhow::Result<f64> {
+    let Some(text) = environment(RATIO).filter(|value| !value.trim().is_empty()) else { return Ok(1.0) };
+    let ratio = text.parse().ok().filter(|ratio| (0.0..=1.0).contains(ratio));
+    ratio.with_context(|| format!("{RATIO} is {text:?}; it must be the share of traces to sample, 0 to 1"))
 }
 
 fn resource(service: Option<String>, member: Option<String>) -> Resource {

@@ -2,17 +2,20 @@
 
 pub mod accrual;
 pub mod audit_seal;
-pub mod backlog_sampler;
 pub mod bare_metal;
 mod close_terminals;
 mod committer_and_loader;
+mod entity_changes;
 pub mod entity_deadlines;
 pub mod event_delivery;
+pub mod event_reactions;
 pub mod fleet_telemetry;
 pub mod idle_passivation;
 pub mod invariant_checks;
+pub mod key_rewrap;
 pub mod key_rotation;
 pub mod listeners;
+mod lost_commits;
 mod membership;
 pub mod notification_delivery;
 pub mod notification_queue;
@@ -23,10 +26,11 @@ pub mod payments;
 pub mod policy_refresh;
 pub mod polling_loop;
 pub mod provisioning;
-pub mod reactor;
-pub mod recordings;
-pub mod rewrap;
+pub mod recording_retention;
+mod recovery_mark;
+pub mod retention;
 mod rollout_nodes;
+pub mod slow_gauges;
 mod ssh_access;
 pub mod table_maintenance;
 mod trace_export;
@@ -107,25 +111,31 @@ tree! {
         "acquires, hands over and releases shards";
     "peer-rpc" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::peer_rpc) =>
         "answers other members' questions about this one";
+    "recovery-mark" in "cluster", EVERY, ALWAYS, NotNeeded, WithParent, Hidden, Task(recovery_mark::start) =>
+        "publishes how far the database's commits have come, so that a restored one is recognized";
     "accrual" in "root", ACCRUAL, BOUNDED, MustNotPark, Accrual, Hidden, Task(accrual::start) =>
         "charges billing accounts whose window has ended";
     "entities" in "root", ENTITIES, BOUNDED, MustNotPark, Entities, Hidden, Group =>
         "the shards that this member owns";
     "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(entity_deadlines::start) =>
         "sends ticks to entities at their deadlines";
-    "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(reactor::start_poll) =>
+    "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(event_reactions::start_poll) =>
         "processes events whose reaction is overdue";
     "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(invariant_checks::start) =>
         "checks the invariants";
+    "entity-changes" in "entities", ENTITIES, ALWAYS, NotNeeded, WithParent, Hidden, Task(entity_changes::start) =>
+        "publishes which entities changed, for operators";
     "idle-passivation" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(idle_passivation::start) =>
         "passivates idle entities";
     "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(table_maintenance::start) =>
         "deletes old command ids, creates partitions in advance";
-    "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recordings::start) =>
+    "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recording_retention::start) =>
         "deletes recordings of terminals that are too old";
-    "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(rewrap::start) =>
+    "retention" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(retention::start) =>
+        "removes months of the history and of the audit log, and ended entities, that are older than policies keep them";
+    "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(key_rewrap::start) =>
         "rewraps values that a retiring key of the key ring sealed";
-    "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(rewrap::start_listener) =>
+    "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rewrap::start_listener) =>
         "receives the activation of keys of the key ring";
     "audit-seal" in "entities", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(audit_seal::start) =>
         "seals audit rows into their shard's chain";
@@ -143,6 +153,8 @@ tree! {
         "loads entities, one query at a time";
     "loader-4" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| committer_and_loader::loader(parts, 3)) =>
         "loads entities, one query at a time";
+    "lost-commits" in "store", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(lost_commits::start) =>
+        "parks entities whose commits a failover of the database lost";
     "policy" in "root", EVERY, ALWAYS, MustNotPark, Policy, Hidden, Task(policy_refresh::start) =>
         "reads the policy values";
     "policy-invalidation" in "policy", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(policy_refresh::start_listener) =>
@@ -151,7 +163,7 @@ tree! {
         "follows the rotation of keys";
     "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rotation::start_listener) =>
         "receives rotations of keys";
-    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlog_sampler::start) =>
+    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(slow_gauges::start) =>
         "periodically reads the metrics that need queries";
     "trace-export" in "root", EVERY, BOUNDED, MustNotPark, TraceExport, Hidden, Optional(trace_export::start) =>
         "sends spans to the collector, if one is configured";
@@ -168,16 +180,16 @@ tree! {
     "provisioning" in "root", REACT, BOUNDED, MustNotPark, Reactions, Hidden, Group =>
         "turns events into commands";
     "provisioning-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Provisioning),
-        Task(|parts| reactor::start_consumer(parts, Stream::Provisioning)) =>
+        Task(|parts| event_reactions::start_consumer(parts, Stream::Provisioning)) =>
         "consumer of stream PROVISIONING";
     "node-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Nodes),
-        Task(|parts| reactor::start_consumer(parts, Stream::Nodes)) =>
+        Task(|parts| event_reactions::start_consumer(parts, Stream::Nodes)) =>
         "consumer of stream NODES";
     "terminal-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Terminals),
-        Task(|parts| reactor::start_consumer(parts, Stream::Terminals)) =>
+        Task(|parts| event_reactions::start_consumer(parts, Stream::Terminals)) =>
         "consumer of stream TERMINALS";
     "billing-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Billing),
-        Task(|parts| reactor::start_consumer(parts, Stream::Billing)) =>
+        Task(|parts| event_reactions::start_consumer(parts, Stream::Billing)) =>
         "consumer of stream BILLING";
     "reconciliation" in "provisioning", REACT, ALWAYS, NotNeeded, WithParent, Hidden, Optional(payments::reconciliation::start) =>
         "compares payments with the payment processor's";

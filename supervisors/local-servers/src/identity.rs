@@ -1,7 +1,11 @@
 //! A development identity provider: an OpenID Connect issuer with the token path and the claims of the real one.
 //!
 //! Plain HTTP on loopback. Its key, users' ids and passwords are those of an earlier start where they were saved. `POST …/token` accepts
-//! `grant_type=password` (RFC 6749, section 4.3) and answers errors by section 5.2 of it.
+//! `grant_type=password` (RFC 6749, section 4.3) of the command line's client, and the codes and refresh tokens of that client and of the web
+//! console's ([`browser_login`], [`device_login`]); it answers errors by section 5.2.
+
+pub mod browser_login;
+mod device_login;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,13 +28,17 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
-use crate::files;
+use crate::private_files;
 use crate::settings::SavedSettings;
+use browser_login::{BrowserLogins, CONSOLE_CLIENT_ID, LoginClient, LoginFaults, RegisteredConsole};
+use device_login::{DEVICE_GRANT, DeviceLogins};
 
 pub const REALM: &str = "gpuaas";
 pub const CLIENT_ID: &str = "gpuaas-cli";
 /// The audience of the tokens: their `aud`.
 pub const AUDIENCE: &str = "gpuaas-api";
+
+const PASSWORD_GRANT: &str = "password";
 
 /// The lifetime of an access token, in seconds.
 const TOKEN_SECONDS: i64 = 3600;
@@ -55,7 +63,7 @@ impl DemoUser {
         Self {
             id: Uuid::new_v4(),
             username: username.to_owned(),
-            password: files::random_hex(16).into(),
+            password: private_files::random_hex(16).into(),
             roles: roles.iter().map(|role| (*role).to_owned()).collect(),
             org_id: None,
             project_id: None,
@@ -73,6 +81,9 @@ pub struct IdentityProvider {
 struct Issuer {
     auth_url: String,
     client_secret: SecretString,
+    console_secret: SecretString,
+    logins: BrowserLogins,
+    devices: DeviceLogins,
     people: RwLock<Vec<DemoUser>>,
     keys: RwLock<Vec<SigningKey>>,
     key_set_reads: AtomicU64,
@@ -110,6 +121,9 @@ impl IdentityProvider {
         let issuer = Arc::new(Issuer {
             auth_url: format!("http://{address}"),
             client_secret: saved.secret("secret of the client", "", 16)?,
+            console_secret: saved.secret("secret of the console's client", "", 16)?,
+            logins: BrowserLogins::default(),
+            devices: DeviceLogins::default(),
             people: RwLock::new(people),
             keys: RwLock::new(vec![SigningKey::saved(saved)?]),
             key_set_reads: AtomicU64::new(0),
@@ -118,6 +132,13 @@ impl IdentityProvider {
             .route("/realms/{realm}/.well-known/openid-configuration", get(discovery))
             .route("/realms/{realm}/protocol/openid-connect/certs", get(key_set))
             .route("/realms/{realm}/protocol/openid-connect/token", post(token))
+            .route(
+                "/realms/{realm}/protocol/openid-connect/auth",
+                get(browser_login::authorize).post(browser_login::log_in),
+            )
+            .route("/realms/{realm}/protocol/openid-connect/logout", get(browser_login::end_session))
+            .route("/realms/{realm}/protocol/openid-connect/auth/device", post(device_login::authorize))
+            .route("/realms/{realm}/device", get(device_login::show).post(device_login::confirm))
             .with_state(Arc::clone(&issuer));
         let server = tokio::spawn(async move {
             // It ends when the listener fails, which one on loopback does not.
@@ -138,6 +159,31 @@ impl IdentityProvider {
 
     pub fn client_secret(&self) -> &SecretString {
         &self.issuer.client_secret
+    }
+
+    /// The secret of the web console's client.
+    pub fn console_secret(&self) -> &SecretString {
+        &self.issuer.console_secret
+    }
+
+    /// Lets people log in to the console at this address.
+    pub fn register_console(&self, console: RegisteredConsole) {
+        self.issuer.logins.register(console);
+    }
+
+    /// Has the provider make these mistakes, and no others.
+    pub fn set_login_faults(&self, faults: LoginFaults) {
+        self.issuer.logins.set_faults(faults);
+    }
+
+    /// How many times a refresh token was presented.
+    pub fn refresh_calls(&self) -> u64 {
+        self.issuer.logins.refresh_calls()
+    }
+
+    /// Ends the browser logins of a user, and notifies the console of it.
+    pub async fn end_logins_of(&self, username: &str) -> anyhow::Result<()> {
+        self.issuer.end_sessions_of(username).await
     }
 
     pub fn person(&self, username: &str) -> Option<DemoUser> {
@@ -203,6 +249,27 @@ impl Issuer {
         people.iter().find(|person| person.username == username).cloned()
     }
 
+    /// The user, where the password is theirs.
+    fn authenticate(&self, username: &str, password: &SecretString) -> Option<DemoUser> {
+        self.person(username).filter(|person| same(password.expose_secret(), person.password.expose_secret()))
+    }
+
+    /// The client of a token request. `gpuctl`'s has a secret for the password grant alone: it is a public one otherwise (RFC 8252, section
+    /// 8.4).
+    fn client_of(&self, headers: &HeaderMap, request: &TokenRequest) -> Option<LoginClient> {
+        let by_header = basic_credentials(headers).map(|(id, secret)| (id, Some(secret)));
+        let (id, given) = by_header.or_else(|| Some((request.client_id.clone()?, request.client_secret.clone())))?;
+        let agrees = |known: &SecretString| {
+            given.as_ref().is_some_and(|given| same(given.expose_secret(), known.expose_secret()))
+        };
+        let is_public = given.is_none() && request.grant_type.as_deref() != Some(PASSWORD_GRANT);
+        match id.as_str() {
+            CONSOLE_CLIENT_ID if agrees(&self.console_secret) => Some(LoginClient::Console),
+            CLIENT_ID if is_public || agrees(&self.client_secret) => Some(LoginClient::Gpuctl),
+            _ => None,
+        }
+    }
+
     fn claims(&self, person: &DemoUser) -> Value {
         let now = chrono::Utc::now().timestamp();
         let mut claims = json!({
@@ -215,7 +282,7 @@ impl Issuer {
             "realm_access": { "roles": person.roles },
             "iat": now,
             "nbf": now,
-            "exp": now + TOKEN_SECONDS,
+            "exp": now + self.logins.token_seconds().unwrap_or(TOKEN_SECONDS),
             "jti": Uuid::new_v4(),
         });
         for (name, value) in [("org_id", &person.org_id), ("project_id", &person.project_id), ("plan", &person.plan)] {
@@ -243,7 +310,7 @@ impl SigningKey {
     fn saved(saved: &SavedSettings) -> anyhow::Result<Self> {
         let made = || Ok(hex::encode(rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)?.serialized_der()));
         let key = EncodingKey::from_ec_der(&hex::decode(saved.value("the identity provider's key", made)?)?);
-        let id = saved.value("id of the identity provider's key", || Ok(files::random_hex(8)))?;
+        let id = saved.value("id of the identity provider's key", || Ok(private_files::random_hex(8)))?;
         let mut public = Jwk::from_encoding_key(&key, Algorithm::ES256)?;
         public.common.key_id = Some(id.clone());
         public.common.public_key_use = Some(PublicKeyUse::Signature);
@@ -260,11 +327,18 @@ async fn discovery(State(issuer): State<Arc<Issuer>>, Path(realm): Path<String>)
         "issuer": base,
         "token_endpoint": format!("{base}/protocol/openid-connect/token"),
         "jwks_uri": format!("{base}/protocol/openid-connect/certs"),
-        "grant_types_supported": ["password"],
-        "response_types_supported": ["none"],
+        "authorization_endpoint": format!("{base}/protocol/openid-connect/auth"),
+        "end_session_endpoint": format!("{base}/protocol/openid-connect/logout"),
+        "device_authorization_endpoint": format!("{base}/protocol/openid-connect/auth/device"),
+        "grant_types_supported": ["password", "authorization_code", "refresh_token", DEVICE_GRANT],
+        "response_types_supported": ["code"],
+        "code_challenge_methods_supported": ["S256"],
+        "authorization_response_iss_parameter_supported": true,
+        "backchannel_logout_supported": true,
+        "backchannel_logout_session_supported": true,
         "subject_types_supported": ["public"],
         "id_token_signing_alg_values_supported": ["ES256"],
-        "token_endpoint_auth_methods_supported": ["client_secret_post", "client_secret_basic"],
+        "token_endpoint_auth_methods_supported": ["client_secret_post", "client_secret_basic", "none"],
     }))
     .into_response()
 }
@@ -285,6 +359,11 @@ struct TokenRequest {
     client_secret: Option<SecretString>,
     username: Option<String>,
     password: Option<SecretString>,
+    code: Option<String>,
+    redirect_uri: Option<String>,
+    code_verifier: Option<String>,
+    refresh_token: Option<SecretString>,
+    device_code: Option<SecretString>,
 }
 
 async fn token(
@@ -303,29 +382,23 @@ async fn token(
             "The body must be application/x-www-form-urlencoded",
         );
     };
-    let client = basic_credentials(&headers).or_else(|| Some((request.client_id?, request.client_secret?)));
-    let known = client.is_some_and(|(id, secret)| {
-        id == CLIENT_ID && same(secret.expose_secret(), issuer.client_secret.expose_secret())
-    });
-    if !known {
+    let Some(client) = issuer.client_of(&headers, &request) else {
         return refusal(StatusCode::UNAUTHORIZED, "invalid_client", "Unknown client, or a wrong client_secret");
+    };
+    match (client, request.grant_type.as_deref()) {
+        (LoginClient::Gpuctl, Some(PASSWORD_GRANT)) => by_password(&issuer, request),
+        (LoginClient::Gpuctl, Some(DEVICE_GRANT)) => device_login::token(&issuer, &request),
+        (_, Some(_)) => browser_login::login_token(&issuer, client, &request).await,
+        (_, None) => refusal(StatusCode::BAD_REQUEST, "invalid_request", "Missing form field: grant_type"),
     }
-    match request.grant_type.as_deref() {
-        Some("password") => {}
-        Some(_) => {
-            return refusal(
-                StatusCode::BAD_REQUEST,
-                "unsupported_grant_type",
-                "Only grant_type=password is served here",
-            );
-        }
-        None => return refusal(StatusCode::BAD_REQUEST, "invalid_request", "Missing form field: grant_type"),
-    }
+}
+
+/// A token for a name and a password (RFC 6749, section 4.3).
+fn by_password(issuer: &Issuer, request: TokenRequest) -> Response {
     let (Some(username), Some(password)) = (request.username, request.password) else {
         return refusal(StatusCode::BAD_REQUEST, "invalid_request", "Missing form field: username or password");
     };
-    let person = issuer.person(&username);
-    let Some(person) = person.filter(|person| same(password.expose_secret(), person.password.expose_secret())) else {
+    let Some(person) = issuer.authenticate(&username, &password) else {
         return refusal(StatusCode::BAD_REQUEST, "invalid_grant", "Invalid user credentials");
     };
     match issuer.mint(&issuer.claims(&person)) {
@@ -346,7 +419,9 @@ fn basic_credentials(headers: &HeaderMap) -> Option<(String, SecretString)> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Basic ")?;
     let text = String::from_utf8(STANDARD.decode(value.trim()).ok()?).ok()?;
     let (id, secret) = text.split_once(':')?;
-    Some((id.to_owned(), secret.to_owned().into()))
+    // Both are form-encoded before they are joined. Neither has a character that would need it but the hyphen.
+    let decoded = |text: &str| text.replace("%2D", "-");
+    Some((decoded(id), decoded(secret).into()))
 }
 
 /// Compares digests, so that the duration does not reveal where the texts differ.
@@ -422,15 +497,19 @@ mod tests {
         let cases = [
             (vec![("grant_type", "password"), ("username", "user"), ("password", "wrong")], "invalid_grant"),
             (vec![("grant_type", "password"), ("username", "nobody"), ("password", "x")], "invalid_grant"),
-            (vec![("grant_type", "authorization_code"), ("code", "x")], "unsupported_grant_type"),
+            (vec![("grant_type", "authorization_code"), ("code", "x")], "invalid_grant"),
+            (vec![("grant_type", "client_credentials")], "unsupported_grant_type"),
             (vec![("grant_type", "password"), ("username", "user")], "invalid_request"),
         ];
         for (fields, error) in cases {
             let (status, body) = ask(&provider, &[&client, fields.as_slice()].concat()).await;
             assert_eq!((status, body["error"].as_str().unwrap()), (400, error), "{fields:?}");
         }
-        let (status, body) = ask(&provider, &[("client_id", CLIENT_ID), ("client_secret", "wrong")]).await;
-        assert_eq!((status, body["error"].as_str().unwrap()), (401, "invalid_client"));
+        let password = ("grant_type", "password");
+        for client in [vec![("client_secret", "wrong")], vec![("client_secret", "wrong"), password], vec![password]] {
+            let (status, body) = ask(&provider, &[&[("client_id", CLIENT_ID)], client.as_slice()].concat()).await;
+            assert_eq!((status, body["error"].as_str().unwrap()), (401, "invalid_client"), "{client:?}");
+        }
     }
 
     #[tokio::test]

@@ -5,12 +5,12 @@
 //! killed ([`process`]).
 
 pub mod balancer;
-pub mod files;
 pub mod identity;
 pub mod nats;
 pub mod payment_processor;
 pub mod pki;
 pub mod postgres;
+pub mod private_files;
 pub mod process;
 pub mod settings;
 pub mod test_database;

@@ -9,13 +9,13 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt as _;
 
-use crate::files;
 use crate::pki::Authority;
+use crate::private_files;
 use crate::process::{ChildProcess, Launch, tail};
 use crate::settings::SavedSettings;
 
 const MIN_VERSION: [u32; 2] = [2, 10];
-const START_TIMEOUT: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A user of the server, with a random password and its permissions as in the server's configuration (`permissions`).
@@ -33,7 +33,7 @@ impl NatsUser {
     }
 
     pub fn limited(name: &str, permissions: Value) -> Self {
-        Self { name: name.to_owned(), password: files::random_hex(24).into(), permissions }
+        Self { name: name.to_owned(), password: private_files::random_hex(24).into(), permissions }
     }
 }
 
@@ -67,11 +67,11 @@ impl NatsServer {
             user.password = saved.secret(&format!("NATS' password for {}", user.name), "", 24)?;
         }
         let program = find_program()?;
-        files::private_folder(folder)?;
+        private_files::private_folder(folder)?;
         let folder = folder.canonicalize()?;
         let store = folder.join("store");
         if !saved.is_persistent() {
-            files::remove_folder(&store)?;
+            private_files::remove_folder(&store)?;
         }
         let mut nats = Self {
             program,
@@ -197,10 +197,10 @@ impl NatsServer {
             "host": "127.0.0.1",
             "port": self.port,
             "jetstream": { "store_dir": store },
-            "tls": { "cert_file": certificate.certificate_path, "key_file": certificate.key_path, "timeout": 5 },
-            "authorization": { "timeout": 5, "users": users },
+            "tls": { "cert_file": certificate.certificate_path, "key_file": certificate.key_path, "timeout": 20 },
+            "authorization": { "timeout": 20, "users": users },
         });
-        files::write_private(&self.config, &serde_json::to_vec_pretty(&config)?)
+        private_files::write_private(&self.config, &serde_json::to_vec_pretty(&config)?)
     }
 }
 
@@ -215,10 +215,10 @@ async fn sends_greeting(port: u16) -> bool {
     matches!(tokio::time::timeout(Duration::from_secs(1), greeting).await, Ok(Ok(true)))
 }
 
-fn find_program() -> anyhow::Result<PathBuf> {
-    files::find_programs("nats-server")
+pub fn find_program() -> anyhow::Result<PathBuf> {
+    private_files::find_programs("nats-server")
         .into_iter()
-        .find(|program| files::version_of(program).is_some_and(|version| version.as_slice() >= MIN_VERSION.as_slice()))
+        .find(|program| private_files::version_of(program).is_some_and(|version| version.as_slice() >= MIN_VERSION.as_slice()))
         .context(
             "no nats-server of version 2.10 or later on PATH, in $GPUAAS_TOOLS_DIR or in .dev/tools; `deploy/up` installs one",
         )

@@ -1,7 +1,9 @@
 //! The payment processor: localstripe, a third-party server with Stripe's API (deploy/lib.sh takes it from PyPI).
 //!
 //! It has PaymentIntents, charges and refunds, and sends each `payment_intent.*` webhook once. It has no Checkout Sessions, so our own
-//! page is used with it. Plain HTTP on loopback.
+//! page is used with it. Plain HTTP on loopback. Its script confirms no payment with a card of the browser's: [`card_form`] stands in for it.
+
+pub mod card_form;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -12,13 +14,13 @@ use nix::sys::signal::Signal;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::Value;
 
-use crate::files;
+use crate::private_files;
 use crate::process::{ChildProcess, Launch, tail};
 use crate::settings::SavedSettings;
 
-const START_TIMEOUT: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The unchanged server, on loopback alone, with its state in a file of its own: by default it listens on all addresses, and stores its
 /// state in one file in /tmp for all users.
@@ -46,6 +48,37 @@ web.run_app(app, host='127.0.0.1', port=port, print=None)
 /// A card that pays, by Stripe's name of it.
 pub const CARD: &str = "pm_card_visa";
 
+/// The variable with the address of the script that the payment page loads.
+pub const SCRIPT_URL: &str = "SVC_PAYMENTS_SCRIPT_URL";
+
+/// The processor's API under its secret key.
+#[derive(Debug, Clone)]
+pub struct ProcessorApi {
+    http: reqwest::Client,
+    url: String,
+    secret_key: SecretString,
+}
+
+impl ProcessorApi {
+    pub async fn get(&self, path: &str) -> anyhow::Result<Value> {
+        self.send(path, self.http.get(format!("{}{path}", self.url))).await
+    }
+
+    pub async fn post(&self, path: &str, form: &[(&str, &str)]) -> anyhow::Result<Value> {
+        self.send(path, self.http.post(format!("{}{path}", self.url)).form(form)).await
+    }
+
+    async fn send(&self, path: &str, request: reqwest::RequestBuilder) -> anyhow::Result<Value> {
+        let answer = request.bearer_auth(self.secret_key.expose_secret()).send().await;
+        let answer = answer.with_context(|| format!("the payment processor does not answer {path}"))?;
+        let (status, body) = (answer.status(), answer.text().await?);
+        if !status.is_success() {
+            bail!("the payment processor answers {path} with {status}: {body}");
+        }
+        serde_json::from_str(&body).with_context(|| format!("the payment processor answers {path} with no JSON"))
+    }
+}
+
 /// A running processor. Dropping it stops it; its state stays in its folder.
 pub struct PaymentProcessor {
     python: PathBuf,
@@ -71,10 +104,10 @@ impl PaymentProcessor {
     /// The same, with the state, the port and the keys of an earlier start, where there was one.
     pub async fn restore(folder: &Path, log: &Path, ca_path: &Path, saved: &SavedSettings) -> anyhow::Result<Self> {
         const PORT: &str = "the payment processor's port";
-        let python = files::find_programs("localstripe/bin/python").into_iter().next().context(
+        let python = private_files::find_programs("localstripe/bin/python").into_iter().next().context(
             "no localstripe in $GPUAAS_TOOLS_DIR or in .dev/tools; `deploy/up` and `deploy/test --tools` install it",
         )?;
-        files::private_folder(folder)?;
+        private_files::private_folder(folder)?;
         let mut processor = Self {
             python,
             store: folder.canonicalize()?.join("store"),
@@ -83,7 +116,7 @@ impl PaymentProcessor {
             port: 0,
             secret_key: saved.secret("the payment processor's secret key", "sk_test_", 16)?,
             publishable_key: saved.value("the payment processor's publishable key", || {
-                Ok(format!("pk_test_{}", files::random_hex(16)))
+                Ok(format!("pk_test_{}", private_files::random_hex(16)))
             })?,
             webhook_secret: saved.secret("secret of the payment processor's webhooks", "whsec_", 16)?,
             webhook_url: None,
@@ -169,7 +202,7 @@ impl PaymentProcessor {
             ("SVC_PAYMENTS_API_BASE", &self.url()),
             ("SVC_PAYMENTS_CHECKOUT", "page"),
             ("SVC_PAYMENTS_PUBLISHABLE_KEY", &self.publishable_key),
-            ("SVC_PAYMENTS_SCRIPT_URL", &format!("{}/js.stripe.com/v3/", self.url())),
+            (SCRIPT_URL, &format!("{}/js.stripe.com/v3/", self.url())),
             ("SVC_PAYMENTS_CURRENCY", currency),
         ]
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
@@ -192,15 +225,17 @@ impl PaymentProcessor {
         self.post(&format!("{path}/confirm"), &[]).await
     }
 
-    /// A request at the processor past this service, with the secret key.
+    /// Its API past this service, with the secret key.
+    pub fn api(&self) -> ProcessorApi {
+        ProcessorApi { http: self.http.clone(), url: self.url(), secret_key: self.secret_key.clone() }
+    }
+
     pub async fn post(&self, path: &str, form: &[(&str, &str)]) -> anyhow::Result<Value> {
-        let request = self.http.post(format!("{}{path}", self.url())).form(form);
-        answer_of(path, request.bearer_auth(self.secret_key.expose_secret())).await
+        self.api().post(path, form).await
     }
 
     pub async fn get(&self, path: &str) -> anyhow::Result<Value> {
-        let request = self.http.get(format!("{}{path}", self.url()));
-        answer_of(path, request.bearer_auth(self.secret_key.expose_secret())).await
+        self.api().get(path).await
     }
 
     pub fn is_running(&mut self) -> bool {
@@ -235,15 +270,6 @@ impl PaymentProcessor {
             process.stop(STOP_TIMEOUT).await;
         }
     }
-}
-
-async fn answer_of(path: &str, request: reqwest::RequestBuilder) -> anyhow::Result<Value> {
-    let answer = request.send().await.with_context(|| format!("the payment processor does not answer {path}"))?;
-    let (status, body) = (answer.status(), answer.text().await?);
-    if !status.is_success() {
-        bail!("the payment processor answers {path} with {status}: {body}");
-    }
-    serde_json::from_str(&body).with_context(|| format!("the payment processor answers {path} with no JSON"))
 }
 
 /// The intent that a page of ours lets a browser pay: the client secret in the address begins with its id.

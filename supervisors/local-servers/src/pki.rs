@@ -12,7 +12,7 @@ use rcgen::{
 };
 use time::{Duration, OffsetDateTime};
 
-use crate::files;
+use crate::private_files;
 
 /// How long server certificates are valid, which are made at each start: longer than a development environment stays up.
 const VALID_FOR: Duration = Duration::days(90);
@@ -48,7 +48,7 @@ impl Authority {
 
     /// The authority of an earlier start, or a new one that later starts find: agents know it.
     pub fn restore(folder: &Path) -> anyhow::Result<Self> {
-        files::private_folder(folder)?;
+        private_files::private_folder(folder)?;
         let key_path = folder.join("ca.key");
         let there = std::fs::read_to_string(&key_path).ok().zip(std::fs::read_to_string(folder.join("ca.pem")).ok());
         if let Some((key, certificate_pem)) = there {
@@ -59,14 +59,14 @@ impl Authority {
         let certificate_pem = authority_params()?.self_signed(&key)?.pem();
         let text = key.serialize_pem();
         let authority = Self::of(folder, key, certificate_pem)?;
-        files::write_private(&key_path, text.as_bytes())?;
+        private_files::write_private(&key_path, text.as_bytes())?;
         Ok(authority)
     }
 
     fn of(folder: &Path, key: KeyPair, certificate_pem: String) -> anyhow::Result<Self> {
-        files::private_folder(folder)?;
+        private_files::private_folder(folder)?;
         let certificate_path = folder.join("ca.pem");
-        files::write_public(&certificate_path, certificate_pem.as_bytes())?;
+        private_files::write_public(&certificate_path, certificate_pem.as_bytes())?;
         let params = authority_params()?;
         Ok(Self { issuer: Issuer::new(params, key), certificate_pem, certificate_path, folder: folder.to_owned() })
     }
@@ -82,18 +82,39 @@ impl Authority {
 
     /// A certificate for `localhost`, `127.0.0.1` and `::1`, with server authentication as its only use.
     pub fn server_certificate(&self, name: &str) -> anyhow::Result<ServerCertificate> {
+        self.certificate(name, vec![ExtendedKeyUsagePurpose::ServerAuth], OffsetDateTime::now_utc() + VALID_FOR)
+    }
+
+    /// One that ends sooner, or later.
+    pub fn server_certificate_for(&self, name: &str, time: std::time::Duration) -> anyhow::Result<ServerCertificate> {
+        self.certificate(name, vec![ExtendedKeyUsagePurpose::ServerAuth], OffsetDateTime::now_utc() + time)
+    }
+
+    /// The same, which its server also presents as a client of its peers.
+    pub fn peer_certificate(&self, name: &str) -> anyhow::Result<ServerCertificate> {
+        let uses = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        self.certificate(name, uses, OffsetDateTime::now_utc() + VALID_FOR)
+    }
+
+    fn certificate(
+        &self,
+        name: &str,
+        uses: Vec<ExtendedKeyUsagePurpose>,
+        not_after: OffsetDateTime,
+    ) -> anyhow::Result<ServerCertificate> {
         let key = KeyPair::generate()?;
         let mut params = params(&format!("gpuaas development {name}"), &NAMES)?;
+        params.not_after = not_after;
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        params.extended_key_usages = uses;
         let certificate = params.signed_by(&key, &self.issuer).context("cannot sign a server certificate")?;
         let files = ServerCertificate {
             certificate_path: self.folder.join(format!("{name}.pem")),
             key_path: self.folder.join(format!("{name}.key")),
         };
-        files::write_public(&files.certificate_path, certificate.pem().as_bytes())?;
-        files::write_private(&files.key_path, key.serialize_pem().as_bytes())?;
+        private_files::write_public(&files.certificate_path, certificate.pem().as_bytes())?;
+        private_files::write_private(&files.key_path, key.serialize_pem().as_bytes())?;
         Ok(files)
     }
 }

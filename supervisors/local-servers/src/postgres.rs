@@ -15,8 +15,8 @@ use nix::unistd::{User, geteuid};
 use secrecy::{ExposeSecret as _, SecretString};
 use sqlx::{ConnectOptions as _, Connection as _};
 
-use crate::files;
 use crate::pki::Authority;
+use crate::private_files;
 use crate::process::{ChildProcess, Launch, RunAsAccount, as_account, tail};
 use crate::settings::SavedSettings;
 
@@ -26,7 +26,7 @@ pub const DATABASE: &str = "gpuaas";
 
 const MIN_VERSION: u32 = 15;
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A file in the data folder, written once the database is created: data without it is of an incomplete start.
 const COMPLETE: &str = "complete";
@@ -75,10 +75,10 @@ impl PostgresServer {
     pub fn remove_data(folder: &Path) -> anyhow::Result<()> {
         let pointer = folder.join("elsewhere");
         if let Some(left) = Home::elsewhere(&pointer) {
-            files::remove_folder(&left)?;
+            private_files::remove_folder(&left)?;
         }
-        files::remove_file(&pointer)?;
-        files::remove_folder(&folder.join("cluster"))
+        private_files::remove_file(&pointer)?;
+        private_files::remove_folder(&folder.join("cluster"))
     }
 
     /// As [`PostgresServer::start`], with other options than the default.
@@ -170,8 +170,8 @@ impl PostgresServer {
                 // The sessions of a killed server outlive it for a moment, and hold its shared memory.
                 if process.log_tail().contains("pre-existing shared memory block") && Instant::now() < until {
                     tokio::time::sleep(Duration::from_millis(100)).await;
-                    let again = self.launch()?;
-                    process = self.process.insert(again);
+                    let repeated = self.launch()?;
+                    process = self.process.insert(repeated);
                     continue;
                 }
                 bail!("postgres ended while starting ({status}); its log ends with:\n{}", process.log_tail());
@@ -303,14 +303,14 @@ impl PostgresServer {
 
 /// The folder of the newest installed Postgres of version 15 or later.
 fn find_programs() -> anyhow::Result<PathBuf> {
-    let mut candidates = files::find_programs("postgres");
+    let mut candidates = private_files::find_programs("postgres");
     if let Ok(versions) = std::fs::read_dir("/usr/lib/postgresql") {
         candidates.extend(versions.flatten().map(|version| version.path().join("bin/postgres")));
     }
     candidates
         .into_iter()
         .filter(|program| program.with_file_name("initdb").exists())
-        .filter_map(|program| Some((files::version_of(&program)?, program)))
+        .filter_map(|program| Some((private_files::version_of(&program)?, program)))
         .filter(|(version, _)| version.first().is_some_and(|major| *major >= MIN_VERSION))
         .max_by(|(one, _), (other, _)| one.cmp(other))
         .and_then(|(_, program)| program.parent().map(Path::to_owned))
@@ -330,7 +330,10 @@ pub fn program(name: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// The user that the server runs as: this one, or an ordinary one where this is root.
-fn account() -> anyhow::Result<Option<RunAsAccount>> {
+///
+/// # Errors
+/// Where this is root and there is no ordinary user for it.
+pub fn account() -> anyhow::Result<Option<RunAsAccount>> {
     if !geteuid().is_root() {
         return Ok(None);
     }
@@ -424,7 +427,7 @@ impl Home {
     /// Data of one major version is of no use to the programs of another.
     fn expect_version_of(&self, programs: &Path) -> anyhow::Result<()> {
         let is = std::fs::read_to_string(self.path.join("data/PG_VERSION"))?;
-        let has = files::version_of(&programs.join("postgres")).and_then(|version| version.first().copied());
+        let has = private_files::version_of(&programs.join("postgres")).and_then(|version| version.first().copied());
         if has.is_some_and(|major| is.trim() != major.to_string()) {
             bail!(
                 "the data in {} is of Postgres {}, and the programs in {} are of another version; start over with --fresh",
@@ -437,20 +440,20 @@ impl Home {
     }
 
     fn create(folder: &Path, account: Option<RunAsAccount>) -> anyhow::Result<Self> {
-        files::traversable_folder(folder)?;
+        private_files::traversable_folder(folder)?;
         let folder = folder.canonicalize()?;
         let pointer = folder.join("elsewhere");
         if let Some(left) = Self::elsewhere(&pointer) {
-            files::remove_folder(&left)?;
+            private_files::remove_folder(&left)?;
         }
         let here = folder.join("cluster");
-        files::remove_folder(&here)?;
+        private_files::remove_folder(&here)?;
         if Self::own(&here, account)? {
             return Ok(Self { path: here, account, elsewhere: false, pointer });
         }
         std::fs::remove_dir_all(&here)?;
-        let path = PathBuf::from(format!("{}{}", Self::ELSEWHERE, files::random_hex(8)));
-        files::write_private(&pointer, path.as_os_str().as_encoded_bytes())?;
+        let path = PathBuf::from(format!("{}{}", Self::ELSEWHERE, private_files::random_hex(8)));
+        private_files::write_private(&pointer, path.as_os_str().as_encoded_bytes())?;
         if !Self::own(&path, account)? {
             bail!("the user that Postgres runs as can reach neither {} nor {}", here.display(), path.display());
         }
@@ -475,7 +478,7 @@ impl Home {
     /// Writes a file here that only the database's user can read.
     fn write_file(&self, content: &[u8], name: &str) -> anyhow::Result<PathBuf> {
         let path = self.path.join(name);
-        files::write_private(&path, content)?;
+        private_files::write_private(&path, content)?;
         if let Some(RunAsAccount { uid, gid }) = self.account {
             std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
         }
@@ -496,8 +499,8 @@ impl Drop for PostgresServer {
 }
 
 #[cfg(test)]
-#[path = "../../../agent/tests/skipped/mod.rs"]
-mod skipped;
+#[path = "../../../agent/tests/skipped_tests/mod.rs"]
+mod skipped_tests;
 
 #[cfg(test)]
 mod tests {
@@ -558,7 +561,7 @@ mod tests {
     #[tokio::test]
     async fn unreachable_data_folder_is_replaced_by_a_reachable_one() {
         if !geteuid().is_root() {
-            return skipped::report_skipped(
+            return skipped_tests::report_skipped(
                 "it needs root: an ordinary user runs the server itself, and reaches what it made",
             );
         }

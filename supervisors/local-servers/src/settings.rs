@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::SecretString;
 
-use crate::files;
+use crate::private_files;
 use crate::process::free_port;
 
 /// How long a saved port may stay in use: the programs of a killed start may still be ending. Longer than their watcher waits.
-const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(15);
+const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(30);
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Saved values by name. Each is created at its first use.
@@ -70,14 +70,14 @@ impl SavedSettings {
         let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         values.insert(name.to_owned(), value.to_owned());
         match &self.path {
-            Some(path) => files::write_private(path, &serde_json::to_vec_pretty(&*values)?),
+            Some(path) => private_files::write_private(path, &serde_json::to_vec_pretty(&*values)?),
             None => Ok(()),
         }
     }
 
     /// `bytes` random bytes as hexadecimal text, after `prefix`.
     pub fn secret(&self, name: &str, prefix: &str, bytes: usize) -> anyhow::Result<SecretString> {
-        Ok(self.value(name, || Ok(format!("{prefix}{}", files::random_hex(bytes))))?.into())
+        Ok(self.value(name, || Ok(format!("{prefix}{}", private_files::random_hex(bytes))))?.into())
     }
 
     /// A port of 127.0.0.1: the one of an earlier start, or one that was free a moment ago.
@@ -128,8 +128,8 @@ mod tests {
         assert!(!port.is_known);
         let second = SavedSettings::open(&path).unwrap();
         assert_eq!(second.secret("password", "p_", 8).unwrap().expose_secret(), secret.expose_secret());
-        let again = second.port("postgres").unwrap();
-        assert_eq!((again.number, again.is_known), (port.number, true));
+        let repeated = second.port("postgres").unwrap();
+        assert_eq!((repeated.number, repeated.is_known), (port.number, true));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     }
 

@@ -6,9 +6,9 @@
 // A test's database that cannot be made is a failed test: it panics.
 #![allow(clippy::expect_used, clippy::missing_panics_doc)]
 
-use crate::files;
 use crate::pki::Authority;
 use crate::postgres::{PostgresOptions, PostgresServer, ROLE, connection_url, program};
+use crate::private_files;
 use anyhow::Context as _;
 use nix::unistd::getppid;
 use persistence::pool::PoolConfig;
@@ -27,6 +27,9 @@ const TEMPLATE: &str = "template_of_tests";
 
 /// Databases of ended tests that a new test removes at most: as many as one test leaves, and some more.
 const REMOVED_AT_ONCE: usize = 3;
+
+/// How long a test waits for a connection to the shared server, and for its answer.
+const SHARED_SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A migrated database, removed with its server or by a later test.
 pub struct TestDatabase {
@@ -73,6 +76,12 @@ impl TestDatabase {
         Self::on_own_server(options).await.expect("a Postgres of the test's own starts")
     }
 
+    /// As [`TestDatabase::alone`], on a server with these options and a Unix socket.
+    pub async fn with_options(options: PostgresOptions) -> Self {
+        let options = PostgresOptions { has_socket: true, ..options };
+        Self::on_own_server(options).await.expect("a Postgres of the test's own starts")
+    }
+
     async fn on_own_server(options: PostgresOptions) -> anyhow::Result<Self> {
         // The server's user has to reach its data.
         let traversable = std::fs::Permissions::from_mode(0o711);
@@ -87,12 +96,14 @@ impl TestDatabase {
     async fn create(address: ServerAddress, own: Option<OwnServer>) -> anyhow::Result<Self> {
         let mut connection = address.options("postgres").connect().await?;
         remove_databases_of_ended_tests(&mut connection).await?;
-        let name = format!("test_{}_{}", std::process::id(), files::random_hex(4));
+        let name = format!("test_{}_{}", std::process::id(), private_files::random_hex(4));
         run(&mut connection, format!("CREATE DATABASE {name} TEMPLATE {TEMPLATE}")).await?;
         connection.close().await?;
+        // Of a server that a test stops, the test expects the error.
+        let acquire_timeout = if own.is_none() { SHARED_SERVER_TIMEOUT } else { Duration::from_secs(30) };
         let pool = PgPoolOptions::new()
             .max_connections(8)
-            .acquire_timeout(Duration::from_secs(10))
+            .acquire_timeout(acquire_timeout)
             .connect_lazy_with(address.options(&name));
         Ok(Self { pool, name, address, own })
     }
@@ -110,12 +121,33 @@ impl TestDatabase {
         &self.address.ca_path
     }
 
-    /// The settings of a pool through the server's Unix socket.
+    /// The settings of a pool through the server's Unix socket. The shared server is never away: on a machine that pauses it answers late.
     #[must_use]
     pub fn pool_config(&self) -> PoolConfig {
         let ServerAddress { socket_folder, port, .. } = &self.address;
         let url = format!("postgres://{ROLE}@localhost:{port}/{}?host={}", self.name, socket_folder.display());
-        PoolConfig::new(url.into(), None)
+        let mut config = PoolConfig::new(url.into(), None);
+        if self.own.is_none() {
+            (config.acquire_timeout, config.statement_timeout) = (SHARED_SERVER_TIMEOUT, SHARED_SERVER_TIMEOUT);
+        }
+        config
+    }
+
+    /// The folder of the data (`PGDATA`) of a server of the test's own.
+    pub async fn data_folder(&self) -> PathBuf {
+        self.own_server().lock().await.data_folder().join("data")
+    }
+
+    /// The name of the database.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The folder of the server's Unix socket, and its port.
+    #[must_use]
+    pub fn socket_address(&self) -> (&Path, u16) {
+        (&self.address.socket_folder, self.address.port)
     }
 
     /// The server's Unix socket.
@@ -148,6 +180,14 @@ impl TestDatabase {
     /// Executes one statement, past everything of ours.
     pub async fn execute(&self, statement: &'static str) {
         sqlx::query(statement).execute(&self.pool).await.expect("the statement is executed");
+    }
+
+    /// As [`TestDatabase::execute`], for text that the test makes.
+    pub async fn execute_raw(&self, statement: &str) {
+        sqlx::raw_sql(sqlx::AssertSqlSafe(statement.to_owned()))
+            .execute(&self.pool)
+            .await
+            .expect("the statement is executed");
     }
 
     /// SIGKILL to the server, as a crash of it.
@@ -185,10 +225,10 @@ impl ServerAddress {
 async fn shared_server() -> anyhow::Result<ServerAddress> {
     let (run, owner) = match std::env::var("NEXTEST_RUN_ID") {
         Ok(run) => (run, getppid().as_raw().cast_unsigned()),
-        Err(_) => (files::random_hex(16), std::process::id()),
+        Err(_) => (private_files::random_hex(16), std::process::id()),
     };
     let folder = std::env::temp_dir().join(format!("gpuaas-tests-{run}"));
-    files::traversable_folder(&folder)?;
+    private_files::traversable_folder(&folder)?;
     let lock = File::create(folder.join("lock"))?;
     let lock = tokio::task::spawn_blocking(move || lock.lock().map(|()| lock)).await??;
     let state = folder.join("server.json");
@@ -214,7 +254,7 @@ async fn shared_server() -> anyhow::Result<ServerAddress> {
     let address = address_of(&server)?;
     prepare_template(&address).await?;
     server.detach(owner, &folder)?;
-    files::write_private(&state, &serde_json::to_vec(&address)?)?;
+    private_files::write_private(&state, &serde_json::to_vec(&address)?)?;
     drop(lock);
     Ok(address)
 }

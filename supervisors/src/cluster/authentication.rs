@@ -3,7 +3,7 @@
 //!
 //! A message carries, in one header, its sender, its receiver where it has one, a number, the shared time at which it was sent, and an
 //! HMAC-SHA256 (RFC 2104) over these, its purpose, its subject, its reply subject and its bytes. The keys are rotated like the others
-//! (`edge::trust::keys_in_force::MemberKeys`). Senders and receivers are processes, with ids that are drawn at each start; a receiver accepts each
+//! (`edge::trust::current_keys::MemberKeys`). Senders and receivers are processes, with ids that are drawn at each start; a receiver accepts each
 //! number of a sender once, so that a message that is replayed, or sent to another process, is refused.
 
 mod replay_window;
@@ -11,7 +11,7 @@ mod replay_window;
 use super::ClusterView;
 use chrono::TimeDelta;
 use domain::{MemberId, Timestamp};
-use edge::trust::keys_in_force::{KeysInForce, MacKey};
+use edge::trust::current_keys::{CurrentKeys, MacKey};
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use prometheus::{IntCounterVec, Opts, Registry};
 use replay_window::ReplayWindow;
@@ -97,7 +97,7 @@ pub enum MessageOrigin {
 }
 
 /// Why a message is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error, strum::VariantArray)]
 pub enum MessageRefusal {
     #[error("unstamped")]
     Unstamped,
@@ -118,7 +118,7 @@ pub enum MessageRefusal {
 /// Stamps this member's messages, and verifies those of others.
 pub struct MemberAuthenticator {
     view: Arc<ClusterView>,
-    keys: KeysInForce,
+    keys: CurrentKeys,
     next: AtomicU64,
     received: Mutex<BTreeMap<MemberId, ReplayWindow>>,
     refused: IntCounterVec,
@@ -128,7 +128,7 @@ pub struct MemberAuthenticator {
 impl MemberAuthenticator {
     /// # Errors
     /// Where the registry has a metric of this name.
-    pub fn register(registry: &Registry, view: Arc<ClusterView>, keys: KeysInForce) -> prometheus::Result<Self> {
+    pub fn register(registry: &Registry, view: Arc<ClusterView>, keys: CurrentKeys) -> prometheus::Result<Self> {
         let refused = IntCounterVec::new(
             Opts::new(
                 "member_messages_refused_total",
@@ -136,6 +136,10 @@ impl MemberAuthenticator {
             ),
             &["reason"],
         )?;
+        for refusal in <MessageRefusal as strum::VariantArray>::VARIANTS {
+            // Exported from the start, so that a first burst is an increase.
+            let _ = refused.with_label_values(&[&refusal.to_string()]);
+        }
         registry.register(Box::new(refused.clone()))?;
         let (received, logged) = (Mutex::default(), Mutex::default());
         Ok(Self { view, keys, next: AtomicU64::new(1), received, refused, logged })

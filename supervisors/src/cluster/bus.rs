@@ -4,7 +4,6 @@
 use super::ClusterView;
 use super::authentication::{HEADER, MacInput, MemberAuthenticator, MessageOrigin, MessagePurpose};
 use super::command_forwarding::PendingRequests;
-use super::nats::inbox_of;
 use async_nats::{Client, HeaderMap, Request, Subject};
 use domain::{MemberId, NodeId, TerminalSessionId};
 use edge::notifications;
@@ -41,6 +40,7 @@ pub struct Bus {
     pub(super) requests: Arc<PendingRequests>,
     /// Notified when the ownership table is to be read at once.
     read_ownership: Arc<Notify>,
+    stream_copies: usize,
 }
 
 /// A message to all members, with its sender where it carries one.
@@ -55,18 +55,37 @@ pub enum PeerSignal {
 }
 
 impl Bus {
-    /// Over the connection of the member `name`.
+    /// Over the connection of a member with this inbox.
     #[must_use]
     pub fn new(
         client: Client,
-        name: &str,
+        inbox: String,
         members: Arc<MemberAuthenticator>,
         view: Arc<ClusterView>,
         read_ownership: Arc<Notify>,
     ) -> Self {
-        let inbox = inbox_of(name);
         let prefix = format!("{inbox}.answers.{}", view.me.id.0.simple());
-        Self { client, inbox, members, view, requests: Arc::new(PendingRequests::new(prefix)), read_ownership }
+        Self {
+            client,
+            inbox,
+            members,
+            view,
+            requests: Arc::new(PendingRequests::new(prefix)),
+            read_ownership,
+            stream_copies: 1,
+        }
+    }
+
+    /// Streams have so many copies; without this, one.
+    #[must_use]
+    pub fn with_stream_copies(self, stream_copies: usize) -> Self {
+        Self { stream_copies, ..self }
+    }
+
+    /// The copies of each stream.
+    #[must_use]
+    pub const fn stream_copies(&self) -> usize {
+        self.stream_copies
     }
 
     #[must_use]

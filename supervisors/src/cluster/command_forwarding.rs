@@ -171,7 +171,7 @@ impl Bus {
             self.stamp(&message, Some(*sender), &mut headers);
         }
         if let Err(error) = self.client().publish_with_headers(request.reply.clone(), headers, payload.into()).await {
-            tracing::warn!(%error, "an answer could not be sent; the asker will ask again");
+            tracing::warn!(%error, "a reply could not be sent; its caller retries");
         }
     }
 }

@@ -2,10 +2,10 @@
 //! answer from its memory for [`LEASE_DURATION`].
 
 use super::failure_detector::HEARTBEAT_TIMEOUT;
-use super::takeover::ShardReconciler;
+use super::shard_takeover::ShardReconciler;
 use super::{ClusterView, FAILURE_TIMEOUT, HEARTBEAT_INTERVAL, process_identity};
 use domain::Timestamp;
-use persistence::cluster::Member;
+use persistence::membership::Member;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,11 @@ impl ShardReconciler {
                         }
                     }
                     Ok(Err(error)) => tracing::warn!(error = %error, "could not renew this member in Postgres"),
-                    Err(_) => tracing::warn!("Postgres did not answer a renewal in time"),
+                    Err(_) => {
+                        tracing::warn!("Postgres did not answer a renewal in time");
+                        // A reading statement: it waits for no standby.
+                        let _ = tokio::time::timeout(HEARTBEAT_INTERVAL, self.cluster.end_abandoned_commits()).await;
+                    }
                 }
             }
         }
@@ -103,7 +107,7 @@ impl ClusterView {
 mod tests {
     use super::*;
     use domain::{MemberId, Timestamp};
-    use persistence::cluster::Member;
+    use persistence::membership::Member;
     use uuid::Uuid;
 
     #[test]

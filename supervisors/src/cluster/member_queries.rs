@@ -39,7 +39,8 @@ pub async fn ask_all<Q: Serialize, A: Serialize + DeserializeOwned>(
     let mut missing: Vec<MemberId> = view.state().living.iter().map(|heartbeat| heartbeat.member.id).collect();
     missing.retain(|id| *id != view.me.id);
     let mut answers = BTreeMap::from([(view.me.id, own)]);
-    if !missing.is_empty() && bus.is_connected() {
+    // Before its first heartbeat a member does not know the shared time, and others would refuse a question to all as stale.
+    if !missing.is_empty() && bus.is_connected() && view.clock.shared().is_some() {
         let collected = tokio::time::timeout(GATHER_TIMEOUT, async {
             let inbox = bus.new_inbox();
             let mut replies = bus.client().subscribe(inbox.clone()).await?;

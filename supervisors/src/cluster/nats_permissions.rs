@@ -16,7 +16,19 @@ pub struct Permissions {
 
 /// The subjects that every member needs beside its inbox.
 const EVERY: RoleSubjects = RoleSubjects {
-    publish: &["gpuaas.shard.*", "gpuaas.cluster.beat", "gpuaas.cluster.changed", "gpuaas.runtime.ask"],
+    publish: &[
+        "gpuaas.shard.*",
+        "gpuaas.cluster.beat",
+        "gpuaas.cluster.changed",
+        "gpuaas.runtime.ask",
+        // `gpuaas doctor`: the limits of the account.
+        "$JS.API.INFO",
+        "recovery.mark.*",
+        "$JS.API.STREAM.INFO.RECOVERY",
+        "$JS.API.STREAM.CREATE.RECOVERY",
+        "$JS.API.STREAM.MSG.GET.RECOVERY",
+        "$JS.API.DIRECT.GET.RECOVERY.>",
+    ],
     subscribe: &[
         "gpuaas.cluster.*",
         "gpuaas.cells.*",
@@ -24,6 +36,7 @@ const EVERY: RoleSubjects = RoleSubjects {
         "gpuaas.terminal.streams",
         "policy.invalidate.>",
         "node.trust_changed",
+        "recovery.mark.*",
     ],
 };
 
@@ -52,6 +65,7 @@ const fn subjects_of(role: ProcessRole) -> RoleSubjects {
                 "gpuaas.node.wake",
                 "gpuaas.node.close",
                 "gpuaas.terminal.wake",
+                "notify.operations",
                 "gpuaas.cells.*",
                 "audit.head.*",
                 "$JS.API.STREAM.INFO.AUDIT",
@@ -181,11 +195,13 @@ mod tests {
 
     const HEAD: &str = "# What a member's user of NATS may do\n\n\
         <!-- Made by the code: `UPDATE_DOCS=1 cargo test -p supervisors nats_permissions` regenerates it. -->\n\n\
-        Each member has a user of NATS of its own, whose name is `SVC_MEMBER_NAME`. Give it what its roles need and nothing else; \
+        Each member has a user of NATS of its own, or members with the same roles share one, as the pods of a Deployment do. Give it what its \
+        roles need and nothing else; \
         `gpuaas nats-permissions --name NAME --roles ROLES` prints `permissions` for the server's configuration, with all that the roles need \
         together. Keep the members' users in an account of their own: users and leaf nodes of other accounts then see none of these \
         subjects. Who can do what with which credentials: [0036](../decisions/0036-members-authenticate-their-messages.md).\n\n\
-        A member may answer a message that it received once, within a minute (`allow_responses`). `NAME` is the member's name.\n";
+        A member may answer a message that it received once, within a minute (`allow_responses`). `NAME` is the user's name: the \
+        inbox of a member is that of its user.\n";
 
     /// The page for operators: the subjects that every member needs, and those that each role needs in addition.
     fn page() -> String {

@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
-use persistence::cluster::Member;
+use persistence::membership::Member;
 use serde::{Deserialize, Serialize};
 
 /// A process on one machine since its last boot, distinguished from a later one with the same PID by its start.
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn process_that_is_gone_a_zombie_or_whose_pid_was_reused_has_ended() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let process =
             ProcessIdentity { pid, started_at_ticks: stat(pid).unwrap().started_at_ticks, ..current().unwrap() };
@@ -100,7 +100,7 @@ mod tests {
         let earlier = ProcessIdentity { started_at_ticks: process.started_at_ticks - 1, ..process.clone() };
         assert!(ended(&earlier), "the number was given again");
         child.kill().unwrap();
-        let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while !ended(&process) && std::time::Instant::now() < until {
             std::thread::sleep(std::time::Duration::from_millis(5));
         }

@@ -6,11 +6,11 @@ use crate::supervisor::{WorkerQueue, WorkerRow};
 use actors::entity_host::{ActivationStatus, HostedEntity, HostedShard};
 use chrono::Utc;
 use domain::Shard;
-use edge::services::runtime_interface::{
+use edge::app_state::runtime_interface::{
     MemberNode, QueueNode, ShardNode, ShardState, Stats, StatsCommitter, StatsEntities, StatsMember, StatsPool,
     WorkerNode, WorkerState,
 };
-use persistence::committer::WorkerStatus;
+use persistence::committer::LaneStatus;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use uuid::Uuid;
@@ -181,7 +181,7 @@ const fn queue(waiting: usize, bound: usize) -> QueueNode {
 }
 
 /// Adds the status of a committer's lane to its worker: a lane that runs may be without a connection.
-fn with_lane_status(shown: WorkerNode, lane: &WorkerStatus) -> WorkerNode {
+fn with_lane_status(shown: WorkerNode, lane: &LaneStatus) -> WorkerNode {
     let state = match shown.state {
         WorkerState::Running if !lane.connected => WorkerState::BackingOff,
         state => state,

@@ -3,6 +3,7 @@
 use super::variables::Variables;
 use edge::auth::internal_route_auth::InternalToken;
 use edge::auth::jwks::{Jwks, JwksSettings};
+use edge::auth::openid_provider::LoginSettings;
 use edge::auth::{Algorithm, TokenRules};
 use std::path::PathBuf;
 
@@ -14,6 +15,8 @@ pub struct IdentityConfig {
     /// The file of its authorities, where its certificate is not by one of the system's.
     pub ca: Option<PathBuf>,
     pub rules: TokenRules,
+    /// As what people log in to the web console; without it there is no such login.
+    pub console: Option<LoginSettings>,
     /// The token for `POST /internal/auth/jwks/refresh`; without it that route does not exist.
     pub jwks_refresh_token: Option<InternalToken>,
 }
@@ -57,7 +60,28 @@ pub(super) fn identity(variables: &mut Variables<'_>) -> IdentityConfig {
         rules.client_id = client_id;
     }
     let jwks_refresh_token = internal_token(variables, "INTERNAL_JWKS_REFRESH_TOKEN");
-    IdentityConfig { ca: variables.optional_certificates(CA), rules, jwks_refresh_token }
+    let console = console(variables);
+    IdentityConfig { ca: variables.optional_certificates(CA), rules, console, jwks_refresh_token }
+}
+
+/// The client as which people log in to the web console.
+fn console(variables: &mut Variables<'_>) -> Option<LoginSettings> {
+    let client_id = variables.optional("SVC_OIDC_CONSOLE_CLIENT_ID");
+    let client_secret = variables.optional("SVC_OIDC_CONSOLE_CLIENT_SECRET");
+    let scope = variables.optional("SVC_OIDC_CONSOLE_SCOPE");
+    let resource = variables.optional("SVC_OIDC_CONSOLE_RESOURCE");
+    let Some(client_id) = client_id else {
+        if client_secret.is_some() || scope.is_some() || resource.is_some() {
+            variables
+                .wrong("SVC_OIDC_CONSOLE_CLIENT_ID is missing, which the other settings of the console's login need");
+        }
+        return None;
+    };
+    let scope = scope.unwrap_or_else(|| "openid profile email".to_owned());
+    if !scope.split(' ').any(|one| one == "openid") {
+        variables.wrong("SVC_OIDC_CONSOLE_SCOPE must name `openid`, by which the identity provider issues an ID token");
+    }
+    Some(LoginSettings { client_id, client_secret: client_secret.map(Into::into), scope, resource })
 }
 
 /// The value is a secret and is not quoted.
@@ -107,7 +131,7 @@ mod tests {
         assert_eq!(plain.rules.audiences, ["gpu", "https://gpu.example"]);
         assert_eq!(plain.rules.claims.roles, "realm_access.roles");
         assert!(plain.jwks_refresh_token.is_none());
-        let told = identity_of(&[
+        let notified = identity_of(&[
             ("SVC_OIDC_CLAIM_ROLES", "https://gpu.example/roles"),
             ("SVC_OIDC_CLAIM_USER_ID", "uid"),
             ("SVC_OIDC_CLAIM_PROJECT_ID", "tenancy.project"),
@@ -115,13 +139,31 @@ mod tests {
             ("INTERNAL_JWKS_REFRESH_TOKEN", "0123456789abcdef0123456789abcdef"),
         ])
         .unwrap();
-        let claims = &told.rules.claims;
+        let claims = &notified.rules.claims;
         assert_eq!(
             (claims.roles.as_str(), claims.user_id.as_str(), claims.project_id.as_str(), claims.org_id.as_str()),
             ("https://gpu.example/roles", "uid", "tenancy.project", "org_id")
         );
-        assert_eq!(told.rules.algorithms, [Algorithm::ES256, Algorithm::EdDSA]);
-        assert!(told.jwks_refresh_token.is_some());
+        assert_eq!(notified.rules.algorithms, [Algorithm::ES256, Algorithm::EdDSA]);
+        assert!(notified.jwks_refresh_token.is_some());
+    }
+
+    #[test]
+    fn console_login_is_configured_by_its_client() {
+        assert!(identity_of(&[]).unwrap().console.is_none());
+        let login = identity_of(&[
+            ("SVC_OIDC_CONSOLE_CLIENT_ID", "console"),
+            ("SVC_OIDC_CONSOLE_CLIENT_SECRET", "secret"),
+            ("SVC_OIDC_CONSOLE_RESOURCE", "https://gpu.example/api"),
+        ]);
+        let login = login.unwrap().console.unwrap();
+        assert_eq!((login.client_id.as_str(), login.scope.as_str()), ("console", "openid profile email"));
+        assert!(!format!("{login:?}").contains("secret\""), "{login:?}");
+        assert_eq!(login.resource.as_deref(), Some("https://gpu.example/api"));
+        let incomplete = identity_of(&[("SVC_OIDC_CONSOLE_CLIENT_SECRET", "changeme")]).unwrap_err().to_string();
+        assert!(incomplete.contains("SVC_OIDC_CONSOLE_CLIENT_ID") && !incomplete.contains("changeme"), "{incomplete}");
+        let wrong = identity_of(&[("SVC_OIDC_CONSOLE_CLIENT_ID", "c"), ("SVC_OIDC_CONSOLE_SCOPE", "profile")]);
+        assert!(wrong.unwrap_err().to_string().contains("SVC_OIDC_CONSOLE_SCOPE"));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The settings of the bare-metal provider.
 
+use super::outside_service::authorities_pem;
 use super::variables::Variables;
 use anyhow::Context;
 use edge::outbound::maas::{ApiKey, Maas, MaasSettings};
@@ -31,10 +32,7 @@ impl MaasConfig {
     /// # Errors
     /// Names the variable that cannot be used.
     pub fn open(&self) -> anyhow::Result<Arc<Maas>> {
-        let authorities_pem = match &self.ca {
-            Some(path) => Some(std::fs::read_to_string(path).with_context(|| format!("{CA}: {}", path.display()))?),
-            None => None,
-        };
+        let authorities_pem = authorities_pem(CA, self.ca.as_deref())?;
         let maas = Maas::new(MaasSettings { authorities_pem, ..self.settings.clone() }).context(BASE_URL)?;
         Ok(Arc::new(maas))
     }

@@ -1,7 +1,7 @@
 //! The settings of notifications by e-mail: the mail server and the sender.
 
+use super::outside_service::authorities_pem;
 use super::variables::Variables;
-use anyhow::Context;
 use edge::notifications::delivery::email::{MailConfig, MailConfigError, Mailer};
 use secrecy::SecretString;
 use std::path::{Path, PathBuf};
@@ -29,10 +29,7 @@ impl MailSettings {
     /// # Errors
     /// Names the variable that cannot be used.
     pub fn open(&self) -> anyhow::Result<Mailer> {
-        let authorities_pem = match &self.ca {
-            Some(path) => Some(std::fs::read_to_string(path).with_context(|| format!("{CA}: {}", path.display()))?),
-            None => None,
-        };
+        let authorities_pem = authorities_pem(CA, self.ca.as_deref())?;
         self.mailer(authorities_pem)
     }
 

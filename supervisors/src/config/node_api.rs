@@ -1,7 +1,7 @@
 //! The settings of the node API: the proxies in front of it.
 
 use super::variables::Variables;
-use edge::tls::forwarded::Forwarding;
+use edge::tls::forwarded_client_certificate::Forwarding;
 use ipnet::IpNet;
 
 const CLIENT_IDENTITY: &str = "SVC_NODE_CLIENT_IDENTITY";
@@ -33,11 +33,11 @@ pub(super) fn node_proxies(variables: &mut Variables<'_>) -> Option<NodeProxies>
     }
     if !names_networks {
         variables.wrong(format!(
-            "{CLIENT_IDENTITY} is {way}; {NETWORKS} must name the proxies' networks: only their word is taken"
+            "{CLIENT_IDENTITY} is {way}; {NETWORKS} must name the proxies' networks: only they are believed"
         ));
     }
     if let Some(everybody) = networks.iter().find(|network| network.prefix_len() == 0) {
-        variables.wrong(format!("{NETWORKS}: {everybody} would let everybody be any node"));
+        variables.wrong(format!("{NETWORKS}: {everybody} would let any client act as any node"));
     }
     Some(NodeProxies { forwarding: forwarding?, networks })
 }
@@ -62,7 +62,7 @@ mod tests {
             (vec![(CLIENT_IDENTITY, "rfc9440")], NETWORKS),
             (vec![(NETWORKS, "10.0.0.0/8")], CLIENT_IDENTITY),
             (vec![(CLIENT_IDENTITY, "spiffe"), (NETWORKS, "10.0.0.0/8")], "xfcc"),
-            (vec![(CLIENT_IDENTITY, "xfcc"), (NETWORKS, "10.0.0.0/8, 0.0.0.0/0")], "everybody"),
+            (vec![(CLIENT_IDENTITY, "xfcc"), (NETWORKS, "10.0.0.0/8, 0.0.0.0/0")], "any client"),
             (vec![(CLIENT_IDENTITY, "nginx"), (NETWORKS, "proxy.internal")], "proxy.internal"),
         ] {
             let error = proxies_of(&variables).unwrap_err().to_string();

@@ -1,11 +1,12 @@
 //! The settings of payments: the processor, its account, and the page where users pay.
 
+use super::outside_service::authorities_pem;
 use super::variables::{Variables, items};
 use anyhow::Context;
 use domain::money::Currency;
+use edge::app_state::PaymentPage;
 use edge::payment_processor::signature::WebhookSecrets;
-use edge::payment_processor::stripe::{CheckoutPage, Stripe, StripeSettings};
-use edge::services::PaymentPage;
+use edge::payment_processor::stripe::{CheckoutPage, Stripe, StripeSettings, takes_amounts_in};
 use secrecy::SecretString;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -46,11 +47,8 @@ impl PaymentsConfig {
     ///
     /// # Errors
     /// Names the setting that cannot be used.
-    pub fn open(&self) -> anyhow::Result<edge::services::Payments> {
-        let authorities_pem = match &self.ca {
-            Some(path) => Some(std::fs::read_to_string(path).with_context(|| format!("{CA}: {}", path.display()))?),
-            None => None,
-        };
+    pub fn open(&self) -> anyhow::Result<edge::app_state::Payments> {
+        let authorities_pem = authorities_pem(CA, self.ca.as_deref())?;
         let processor = Stripe::new(StripeSettings {
             api_base: self.api_base.clone(),
             secret_key: self.secret_key.clone(),
@@ -66,7 +64,7 @@ impl PaymentsConfig {
             }),
             None => None,
         };
-        Ok(edge::services::Payments {
+        Ok(edge::app_state::Payments {
             processor: Arc::new(processor.context(API_BASE)?),
             webhook_secrets: self.webhook_secrets.clone(),
             currency: self.currency.clone(),
@@ -80,7 +78,7 @@ pub(super) fn payments(variables: &mut Variables<'_>) -> Option<PaymentsConfig> 
     let Some(secret_key) = variables.optional(SECRET_KEY) else {
         let rest = [WEBHOOK_SECRETS, API_BASE, CHECKOUT, PUBLISHABLE_KEY, SCRIPT_URL, CURRENCY, CA, RECONCILE];
         if let Some(name) = rest.into_iter().find(|name| variables.optional(name).is_some()) {
-            variables.wrong(format!("{name} is set, but {SECRET_KEY} is not: nobody could pay"));
+            variables.wrong(format!("{name} is set, but {SECRET_KEY} is not: no user could pay"));
         }
         return None;
     };
@@ -106,6 +104,11 @@ pub(super) fn payments(variables: &mut Variables<'_>) -> Option<PaymentsConfig> 
     let currency = Currency::parse(&code).ok();
     if currency.is_none() {
         variables.wrong(format!("{CURRENCY} is {code:?}; it must be a code such as EUR"));
+    }
+    if currency.as_ref().is_some_and(|currency| !takes_amounts_in(currency)) {
+        variables.wrong(format!(
+            "{CURRENCY} is {code}, whose amounts the processor takes with other decimals; name another one"
+        ));
     }
     let payments = PaymentsConfig {
         secret_key: secret_key.into(),
@@ -198,6 +201,7 @@ mod tests {
             (vec![KEY, HOOK, (CHECKOUT, "popup")], CHECKOUT),
             (vec![KEY, HOOK, (CHECKOUT, "page")], PUBLISHABLE_KEY),
             (vec![KEY, HOOK, (CURRENCY, "euro")], CURRENCY),
+            (vec![KEY, HOOK, (CURRENCY, "ISK")], CURRENCY),
             (vec![KEY, HOOK, (RECONCILE, "0")], RECONCILE),
             (vec![KEY, HOOK, (RECONCILE, "soon")], RECONCILE),
         ] {

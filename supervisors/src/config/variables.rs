@@ -1,5 +1,6 @@
 //! Reads environment variables, and collects every problem with them.
 
+use super::settings_table;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -7,6 +8,18 @@ use std::path::{Path, PathBuf};
 /// One variable that is missing or wrong, with what it must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem(String);
+
+impl Problem {
+    pub(super) fn of(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 /// A configuration that cannot be used. It lists every problem, since an operator corrects them in one go.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,6 +77,7 @@ impl<'a> Variables<'a> {
     }
 
     pub(super) fn optional(&self, name: &str) -> Option<String> {
+        debug_assert!(settings_table::is_known(name), "{name} has no row in the table of settings");
         (self.find)(name).filter(|value| !value.trim().is_empty())
     }
 
@@ -81,6 +95,18 @@ impl<'a> Variables<'a> {
             self.wrong(format!("{problem:#}"));
             T::default()
         })
+    }
+
+    /// Off where it is not set.
+    pub(super) fn switch(&mut self, name: &str) -> bool {
+        match self.optional(name).as_deref() {
+            Some("true") => true,
+            Some("false") | None => false,
+            Some(other) => {
+                self.wrong(format!("{name} is {other:?}; it must be true or false"));
+                false
+            }
+        }
     }
 
     /// The items of a list with commas.

@@ -14,10 +14,11 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::{Uid, User};
 use wire::bundle::{BootstrapBundle, Variables};
 
-use local_servers::files;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch};
 
-const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longer than an agent waits for its tasks in progress before it ends.
+const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The simulated GPUs of an agent.
 #[derive(Debug, Clone)]
@@ -77,7 +78,7 @@ impl AgentDirectories {
     }
 
     fn claim_in(places: &Path, environment: &Path) -> anyhow::Result<Self> {
-        files::traversable_folder(places)?;
+        private_files::traversable_folder(places)?;
         let lock = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(places.join("lock"))?;
         let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error)?;
         let (owner, folder) =
@@ -97,8 +98,8 @@ impl AgentDirectories {
             )
         })?;
         if had.is_none() {
-            files::remove_folder(&folder(number))?;
-            files::write_private(&owner(number), name)?;
+            private_files::remove_folder(&folder(number))?;
+            private_files::write_private(&owner(number), name)?;
         }
         Ok(Self { folder: places.join(number.to_string()), number })
     }
@@ -148,7 +149,7 @@ pub fn why_no_users(folder: &Path) -> Option<String> {
     if !Uid::effective().is_root() {
         return Some("this is not root".to_owned());
     }
-    if let Some(missing) = TOOLS.iter().find(|tool| files::find_programs(tool).is_empty()) {
+    if let Some(missing) = TOOLS.iter().find(|tool| private_files::find_programs(tool).is_empty()) {
         return Some(format!("{missing} is not installed"));
     }
     if std::fs::OpenOptions::new().append(true).open("/etc/passwd").is_err() {
@@ -175,12 +176,12 @@ pub fn clean_up(executable: &Path, agents: &Path) -> anyhow::Result<()> {
         command.args(["--executor", "system", "--simulate-gpus", "1", "--clean-up"]);
         let ran = command.stdin(Stdio::null()).output().context("the agent cannot be run to clean up")?;
         if !ran.status.success() {
-            let said = String::from_utf8_lossy(&ran.stderr).into_owned() + &String::from_utf8_lossy(&ran.stdout);
-            bail!("tenants of {} are left on this machine ({}): {said}", folder.display(), ran.status);
+            let output = String::from_utf8_lossy(&ran.stderr).into_owned() + &String::from_utf8_lossy(&ran.stdout);
+            bail!("tenants of {} are left on this machine ({}): {output}", folder.display(), ran.status);
         }
         // The agent's own resources lie beside its keys.
         if let Some(own) = Path::new(keys).parent() {
-            files::remove_folder(own)?;
+            private_files::remove_folder(own)?;
         }
     }
     Ok(())
@@ -197,16 +198,16 @@ impl AgentProcess {
     /// Writes the bundle's environment file and starts the agent with it.
     pub fn start(name: &str, settings: &AgentSettings, bundle: &BootstrapBundle) -> anyhow::Result<Self> {
         let folder = settings.folder.join(name);
-        files::traversable_folder(&settings.folder)?;
-        files::private_folder(&folder)?;
+        private_files::traversable_folder(&settings.folder)?;
+        private_files::private_folder(&folder)?;
         let mut environment = bundle.to_env_file()?;
         if let Some(system) = &settings.system {
-            files::traversable_folder(&system.folder)?;
+            private_files::traversable_folder(&system.folder)?;
             let variables = system.variables();
             let variables: Variables = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
             environment.push_str(&variables.render()?);
         }
-        files::write_private(&folder.join("agent.env"), environment.as_bytes())?;
+        private_files::write_private(&folder.join("agent.env"), environment.as_bytes())?;
         let process = launch(name, settings)?.spawn()?;
         Ok(Self { name: name.to_owned(), settings: settings.clone(), process })
     }
@@ -262,7 +263,7 @@ impl AgentProcess {
 }
 
 /// The bundle's paths are those of a machine with one agent; here each agent keeps everything in its folder.
-const FILES: [(&str, &str); 6] = [
+pub const FILES: [(&str, &str); 6] = [
     ("--env-file", "agent.env"),
     ("--ca-bundle-path", "ca.pem"),
     ("--node-cert-ca-bundle-path", "node-ca.pem"),
@@ -335,8 +336,8 @@ mod tests {
         assert_ne!(one.folder, two.folder);
         let uids = |directories: &AgentDirectories, number| SystemAgent::new(directories, number).unwrap().first_uid;
         assert!(uids(&one, 63) + UIDS_PER_AGENT <= uids(&two, 0));
-        let again = directories("one");
-        assert_eq!((&again.folder, again.number), (&one.folder, one.number));
+        let repeated = directories("one");
+        assert_eq!((&repeated.folder, repeated.number), (&one.folder, one.number));
 
         // The uids of remaining users are not reused; directories without them are.
         std::fs::create_dir_all(two.folder.join("0")).unwrap();

@@ -12,6 +12,7 @@ use uuid::Uuid;
 
 /// How long a call is retried: longer than the takeover of a replica's shards takes.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a response may stay away, and each part of its body: a long recording as a whole may take longer.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The first and the longest pause between two polls of a resource.
 const FIRST_POLL_PAUSE: Duration = Duration::from_millis(20);
@@ -20,12 +21,18 @@ const MAX_POLL_PAUSE: Duration = Duration::from_secs(1);
 /// An HTTPS client that trusts the authority in `ca_path` and no other, and opens a connection for every request, so that a
 /// balancer can send each to another replica.
 pub fn https_client(ca_path: &Path) -> anyhow::Result<reqwest::Client> {
+    https_client_within(ca_path, RESPONSE_TIMEOUT)
+}
+
+/// As [`https_client`], with this timeout for connections and for responses.
+pub fn https_client_within(ca_path: &Path, timeout: Duration) -> anyhow::Result<reqwest::Client> {
     let pem = std::fs::read(ca_path).with_context(|| format!("cannot read {}", ca_path.display()))?;
     let authority = reqwest::Certificate::from_pem_bundle(&pem)?;
     Ok(reqwest::Client::builder()
         .tls_certs_only(authority)
         .pool_max_idle_per_host(0)
-        .timeout(RESPONSE_TIMEOUT)
+        .connect_timeout(timeout)
+        .read_timeout(timeout)
         .no_proxy()
         .build()?)
 }

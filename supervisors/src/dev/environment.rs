@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use wire::bundle::env_file::quote;
 
-use local_servers::files;
+use local_servers::private_files;
 
 /// The variables, in the order in which they are written.
 #[derive(Default)]
@@ -33,7 +33,7 @@ impl EnvironmentVariables {
         for (name, value) in &self.variables {
             text.push_str(&format!("export {name}={}\n", quote(value)));
         }
-        files::write_private(path, text.as_bytes())?;
+        private_files::write_private(path, text.as_bytes())?;
         Ok(EnvironmentFile { path: path.to_owned() })
     }
 }

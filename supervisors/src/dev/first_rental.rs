@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use domain::money::MicroAmount;
+use domain::money::{Currency, MicroAmount};
 use serde_json::{Value, json};
 use wire::bundle::BootstrapBundle;
 
 use super::agents::{AgentProcess, AgentSettings};
 use super::api::{DevApi, unreachable_state_error};
-use local_servers::files;
 use local_servers::payment_processor::{CARD, PaymentProcessor, intent_in};
+use local_servers::private_files;
 
 const REGION: &str = "dev-1";
 /// The platform roles whose holders approve SKUs together.
@@ -28,6 +28,7 @@ const DEPOSIT_MINOR: i64 = 10_000;
 const ONBOARDING_TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout of a payment: a webhook, or the first reconciliation.
 const PAYMENT_TIMEOUT: Duration = Duration::from_secs(60);
+const ACTIVATION_TIMEOUT: Duration = Duration::from_secs(60);
 const PROVISIONING_TIMEOUT: Duration = Duration::from_secs(60);
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -54,7 +55,7 @@ impl FirstRental<'_> {
     pub async fn publish_sku(&self, agents: &AgentSettings) -> anyhow::Result<String> {
         let begin = Instant::now();
         let gpus = &agents.gpus;
-        let name = format!("{}x{}-{}", gpus.model.to_lowercase(), gpus.count, files::random_hex(3));
+        let name = format!("{}x{}-{}", gpus.model.to_lowercase(), gpus.count, private_files::random_hex(3));
         let sku = json!({
             "name": name,
             "gpu": { "vendor": "NVIDIA", "model": gpus.model, "memory_mib": gpus.memory_mib, "count": gpus.count },
@@ -80,7 +81,7 @@ impl FirstRental<'_> {
         }
         let begin = Instant::now();
         self.admin
-            .wait_for(&format!("/api/v1/admin/skus/{id}"), "the SKU is active", Duration::from_secs(10), |sku| {
+            .wait_for(&format!("/api/v1/admin/skus/{id}"), "the SKU is active", ACTIVATION_TIMEOUT, |sku| {
                 Ok((sku["status"] == "active").then_some(()))
             })
             .await?;
@@ -112,6 +113,7 @@ impl FirstRental<'_> {
         let ssh_port = agents.system.as_ref().and_then(|system| system.ssh_port);
         let host = if ssh_port.is_some() { "127.0.0.1".to_owned() } else { format!("{name}.internal") };
         let node = json!({
+            "name": name,
             "host": host,
             "port": ssh_port.unwrap_or(22),
             "ssh_username": "gpuaas",
@@ -160,8 +162,7 @@ impl FirstRental<'_> {
     /// Rents GPUs of the SKU, waits until the allocation is active, releases it, and checks that all GPUs of the node are free again.
     pub async fn rent_and_release(&self, sku: &str, gpu_count: u32) -> anyhow::Result<()> {
         let begin = Instant::now();
-        let key =
-            json!({ "name": format!("first rental {}", files::random_hex(3)), "public_key": ssh_public_key("user") });
+        let key = json!({ "name": format!("first rental {}", private_files::random_hex(3)), "public_key": ssh_public_key("user") });
         let key = self.user.post("/api/v1/ssh-keys", &key).await?;
         let key_id = text(&key, "id")?;
         self.listener.done(&format!("SSH key {} added", key["fingerprint"].as_str().unwrap_or("-")), begin.elapsed());
@@ -218,11 +219,14 @@ impl FirstRental<'_> {
             .await?;
         let left = paid["balance_micro"].as_i64().context("the account has a balance")?;
         let cost = MicroAmount::of_minor(DEPOSIT_MINOR).unwrap_or_default().minus(MicroAmount::of(left));
+        let currency = Currency::parse(CURRENCY)?;
         if cost <= MicroAmount::ZERO {
             bail!("the allocation has cost nothing: {paid}");
         }
-        self.listener
-            .done(&format!("paid: {cost} minor units for the time from active to the release"), begin.elapsed());
+        self.listener.done(
+            &format!("paid: {} for the time from active to the release", cost.in_currency(&currency)),
+            begin.elapsed(),
+        );
 
         let begin = Instant::now();
         self.admin
@@ -252,8 +256,9 @@ pub async fn top_up(
     let begun = user.post("/api/v1/billing/checkout-sessions", &wanted).await?;
     let (id, url) = (text(&begun, "id")?, text(&begun, "url")?);
     processor.pay(&intent_in(&url)?, CARD).await?;
+    let deposit = MicroAmount::of_minor(DEPOSIT_MINOR).unwrap_or_default();
     listener.done(
-        &format!("{name} has paid {DEPOSIT_MINOR} minor units of {CURRENCY} at the processor ({id})"),
+        &format!("{name} has paid {} at the processor ({id})", deposit.in_currency(&Currency::parse(CURRENCY)?)),
         begin.elapsed(),
     );
 

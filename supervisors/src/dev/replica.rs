@@ -1,6 +1,7 @@
 //! Control-plane replicas: `gpuaas serve` as child processes, configured by `SVC_…` variables alone.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -11,14 +12,17 @@ use secrecy::{ExposeSecret as _, SecretString};
 
 use crate::cluster::nats_permissions;
 use crate::process_roles::ProcessRole;
+use crate::shutdown::SHUTDOWN_TIMEOUT;
+use local_servers::identity::IdentityProvider;
+use local_servers::identity::browser_login::CONSOLE_CLIENT_ID;
 use local_servers::nats::NatsUser;
 use local_servers::pki::ServerCertificate;
 use local_servers::process::{ChildProcess, Launch, free_port};
 use local_servers::settings::SavedSettings;
 
-const READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// A replica drains its listeners, polls, shards and outbox before it ends.
-const STOP_TIMEOUT: Duration = Duration::from_secs(20);
+const READY_TIMEOUT: Duration = Duration::from_secs(120);
+/// A replica drains its listeners, polls, shards and outbox before it ends. It gives up by itself before it is killed.
+const STOP_TIMEOUT: Duration = Duration::from_secs(SHUTDOWN_TIMEOUT.as_secs() + 15);
 
 /// The NATS user of a member with these roles.
 pub fn member(name: &str, roles: &BTreeSet<ProcessRole>) -> NatsUser {
@@ -112,6 +116,11 @@ impl Replica {
         self.wait_until_ready(READY_TIMEOUT).await
     }
 
+    /// The program that its next start runs.
+    pub fn set_executable(&mut self, executable: PathBuf) {
+        self.settings.executable = executable;
+    }
+
     /// Waits until `GET /api/v1/readyz` answers 200, on the address that every process has, whatever its roles.
     pub async fn wait_until_ready(&mut self, limit: Duration) -> anyhow::Result<()> {
         let client = reqwest::Client::new();
@@ -137,8 +146,8 @@ impl Replica {
 
     /// Whether it has this role.
     pub fn has_role(&self, role: &str) -> bool {
-        let told = self.settings.variables.iter().rev().find(|(name, _)| name == "SVC_ROLES");
-        told.is_none_or(|(_, roles)| roles.split(',').any(|named| named.trim() == role || named.trim() == "all"))
+        let notified = self.settings.variables.iter().rev().find(|(name, _)| name == "SVC_ROLES");
+        notified.is_none_or(|(_, roles)| roles.split(',').any(|named| named.trim() == role || named.trim() == "all"))
     }
 
     pub fn name(&self) -> &str {
@@ -198,10 +207,28 @@ impl Replica {
         }
     }
 
+    /// Sets a variable for the next start.
+    pub fn set_variable(&mut self, name: &str, value: &str) {
+        self.settings.variables.push((name.to_owned(), value.to_owned()));
+    }
+
+    /// Another subcommand of `gpuaas` with the settings of this replica.
+    pub fn command(&self, arguments: &[&str]) -> tokio::process::Command {
+        let mut command = tokio::process::Command::new(&self.settings.executable);
+        command.args(arguments).env_clear().envs(self.variables()).kill_on_drop(true);
+        command
+    }
+
     fn launch(&self) -> Launch {
+        let launch = Launch::new(&self.name, &self.settings.executable, self.log()).argument("serve");
+        self.variables().into_iter().fold(launch, |launch, (name, value)| launch.variable(name, value))
+    }
+
+    /// The environment; of a variable that is set twice the later value holds.
+    fn variables(&self) -> Vec<(String, OsString)> {
         let settings = &self.settings;
         let path = |path: &Path| path.as_os_str().to_owned();
-        let variables = [
+        let variables: [(&str, OsString); 21] = [
             ("SVC_DATABASE_URL", settings.database_url.expose_secret().into()),
             ("SVC_DATABASE_CA_PATH", path(&settings.database_ca_path)),
             ("SVC_NATS_URL", self.nats_url.expose_secret().into()),
@@ -224,8 +251,16 @@ impl Replica {
             ("SVC_ROLES", "all".into()),
             ("RUST_LOG", std::env::var_os("RUST_LOG").unwrap_or_else(|| "info".into())),
         ];
-        let launch = Launch::new(&self.name, &settings.executable, self.log()).argument("serve");
-        let launch = variables.into_iter().fold(launch, |launch, (name, value)| launch.variable(name, value));
-        settings.variables.iter().fold(launch, |launch, (name, value)| launch.variable(name, value))
+        let own = settings.variables.iter().map(|(name, value)| (name.clone(), value.into()));
+        variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(own).collect()
     }
+}
+
+/// The settings of the login to the web console, at the development identity provider.
+#[must_use]
+pub fn console_login(identity: &IdentityProvider) -> [(String, String); 2] {
+    [
+        ("SVC_OIDC_CONSOLE_CLIENT_ID".to_owned(), CONSOLE_CLIENT_ID.to_owned()),
+        ("SVC_OIDC_CONSOLE_CLIENT_SECRET".to_owned(), identity.console_secret().expose_secret().to_owned()),
+    ]
 }

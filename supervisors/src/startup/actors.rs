@@ -2,13 +2,13 @@
 
 use super::membership::MembershipStage;
 use super::storage::StorageStage;
-use crate::cluster::takeover::ShardReconciler;
+use crate::cluster::shard_takeover::ShardReconciler;
 use crate::cluster_keys;
 use crate::commit_effects::ProcessEffects;
 use crate::config::Config;
+use crate::entity_environment::EntityEnvironment;
 use crate::entity_store::PgStore;
 use crate::metrics::EventMetrics;
-use crate::process_environment::ProcessEnvironment;
 use crate::process_roles::ProcessRole;
 use crate::supervisor::Supervisor;
 use actors::{Directory, Host, HostConfig};
@@ -21,7 +21,7 @@ use tokio::sync::Notify;
 
 /// The entities of this process, and the way to those of the others.
 pub struct ActorStage {
-    pub environment: Arc<ProcessEnvironment>,
+    pub environment: Arc<EntityEnvironment>,
     /// What the effects of commits act on.
     pub effects: ProcessEffects,
     pub host: Arc<Host>,
@@ -39,8 +39,8 @@ impl ActorStage {
         storage: &StorageStage,
         membership: &MembershipStage,
     ) -> anyhow::Result<Self> {
-        let MembershipStage { view, bus, cluster, read_ownership } = membership;
-        let environment = Arc::new(ProcessEnvironment::new(Arc::clone(view)));
+        let MembershipStage { view, bus, cluster, read_ownership, superseded: _ } = membership;
+        let environment = Arc::new(EntityEnvironment::new(Arc::clone(view)));
         environment.set_policy_book(storage.policy_book.clone());
         let relay_secret = cluster_keys::terminal_relay(&storage.secrets).await?;
         let effects = ProcessEffects {

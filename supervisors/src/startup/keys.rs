@@ -3,13 +3,13 @@
 use super::storage::StorageStage;
 use crate::config::Config;
 use anyhow::Context;
-use edge::trust::keys_in_force::{Keys, KeysInForce};
+use edge::trust::current_keys::{CurrentKeys, Keys};
 use edge::trust::node_certificate::TrustDomain;
 
-/// The keys in force, and whose identities they certify.
+/// The current keys, and whose identities they certify.
 pub struct KeyStage {
     pub domain: TrustDomain,
-    pub in_force: KeysInForce,
+    pub current: CurrentKeys,
 }
 
 impl KeyStage {
@@ -18,6 +18,6 @@ impl KeyStage {
     pub async fn read(config: &Config, storage: &StorageStage) -> anyhow::Result<Self> {
         let domain = config.trust_domain.clone();
         let keys = Keys::read(&storage.secrets, &storage.reads, &domain).await.context("the keys cannot be read")?;
-        Ok(Self { domain, in_force: KeysInForce::new(keys) })
+        Ok(Self { domain, current: CurrentKeys::new(keys) })
     }
 }

@@ -1,32 +1,40 @@
-//! The TLS acceptor of nodes, which follows the rotation of their authorities without a restart.
+//! The TLS acceptor of nodes, which follows the rotation of their authorities and the renewal of the server's certificate without a restart.
 
+use super::listener_certificate::ListenerCertificate;
 use arc_swap::ArcSwap;
 use edge::tls::tickets::SharedTickets;
 use edge::tls::{ServerTls, TlsConfigError, server_config};
-use edge::trust::keys_in_force::Keys;
+use edge::trust::current_keys::Keys;
 use rustls::ServerConfig;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The TLS acceptor of nodes: it admits certificates of the trusted authorities.
 pub struct NodeAcceptor {
-    certificate_chain_pem: String,
-    key_pem: String,
-    tickets: SharedTickets,
+    tickets: Arc<SharedTickets>,
+    /// What the configuration was made of. Its lock is held until the configuration is stored, so that neither change undoes the other.
+    parts: Mutex<AcceptorParts>,
     config: Arc<ArcSwap<ServerConfig>>,
+}
+
+#[derive(Clone)]
+struct AcceptorParts {
+    certificate: ListenerCertificate,
+    authorities_pem: String,
+    fingerprint: [u8; 32],
 }
 
 impl NodeAcceptor {
     /// # Errors
     /// Where certificates or keys cannot be used.
     pub fn new(
-        certificate_chain_pem: String,
-        key_pem: String,
-        tickets: SharedTickets,
+        certificate: ListenerCertificate,
+        tickets: Arc<SharedTickets>,
         keys: &Keys,
     ) -> Result<Self, TlsConfigError> {
-        let config =
-            Arc::new(ArcSwap::from_pointee(server_config_for(&certificate_chain_pem, &key_pem, &tickets, keys)?));
-        Ok(Self { certificate_chain_pem, key_pem, tickets, config })
+        let (authorities_pem, fingerprint) = (keys.node.bundle_pem(), keys.node.fingerprint());
+        let parts = AcceptorParts { certificate, authorities_pem, fingerprint };
+        let config = Arc::new(ArcSwap::from_pointee(parts.config(&tickets)?));
+        Ok(Self { tickets, parts: Mutex::new(parts), config })
     }
 
     /// Read by the listener at each handshake.
@@ -40,22 +48,36 @@ impl NodeAcceptor {
     /// # Errors
     /// As [`NodeAcceptor::new`].
     pub fn update(&self, keys: &Keys) -> Result<(), TlsConfigError> {
-        let config = server_config_for(&self.certificate_chain_pem, &self.key_pem, &self.tickets, keys)?;
-        self.config.store(Arc::new(config));
+        self.change(|parts| {
+            (parts.authorities_pem, parts.fingerprint) = (keys.node.bundle_pem(), keys.node.fingerprint());
+        })
+    }
+
+    /// Presents this certificate, from the next handshake on.
+    ///
+    /// # Errors
+    /// As [`NodeAcceptor::new`]; the certificate of before stays.
+    pub fn present(&self, certificate: ListenerCertificate) -> Result<(), TlsConfigError> {
+        self.change(|parts| parts.certificate = certificate)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut AcceptorParts)) -> Result<(), TlsConfigError> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changed = parts.clone();
+        change(&mut changed);
+        self.config.store(Arc::new(changed.config(&self.tickets)?));
+        *parts = changed;
         Ok(())
     }
 }
 
-fn server_config_for(
-    chain: &str,
-    key: &str,
-    tickets: &SharedTickets,
-    keys: &Keys,
-) -> Result<ServerConfig, TlsConfigError> {
-    server_config(&ServerTls {
-        certificate_chain_pem: chain,
-        key_pem: key,
-        client_authorities_pem: Some(&keys.node.bundle_pem()),
-        tickets: Some(Arc::new(tickets.under(keys.node.fingerprint()))),
-    })
+impl AcceptorParts {
+    fn config(&self, tickets: &SharedTickets) -> Result<ServerConfig, TlsConfigError> {
+        server_config(&ServerTls {
+            certificate_chain_pem: &self.certificate.chain_pem,
+            key_pem: &self.certificate.key_pem,
+            client_authorities_pem: Some(&self.authorities_pem),
+            tickets: Some(Arc::new(tickets.under(self.fingerprint))),
+        })
+    }
 }

@@ -6,24 +6,26 @@ use super::membership::MembershipStage;
 use super::storage::StorageStage;
 use crate::cluster_keys;
 use crate::cluster_runtime::{ClusterRuntime, OperatorView};
-use crate::config::{Config, LogStoreSettings, MaasConfig, MailSettings, PaymentsConfig};
+use crate::config::{Config, MaasConfig, MailSettings, OutsideServiceSettings, PaymentsConfig};
 use crate::metrics::ProcessMetrics;
 use crate::traces::TraceExporter;
 use anyhow::Context;
+use edge::app_state::{Addresses, AppState, Parts};
 use edge::auth::Authenticator;
+use edge::auth::browser_session::SessionReader;
 use edge::auth::jwks::{Jwks, JwksSettings};
-use edge::auth::platform_roles::PlatformRoleCounters;
-use edge::auth::token::jwt::service_account::ServiceTokens;
+use edge::auth::openid_provider::OpenIdProvider;
+use edge::auth::platform_role_metrics::PlatformRoleCounters;
+use edge::auth::signed_tokens::service_account::ServiceTokens;
 use edge::fleet_telemetry::{FleetDirectory, FleetTelemetry};
-use edge::http::request_metrics::EdgeMetrics;
+use edge::http::request_rates::EdgeMetrics;
 use edge::limits::connection_quota::ConnectionQuotas;
 use edge::limits::rate_limit::RateLimiter;
 use edge::notifications::Notifications;
 use edge::notifications::delivery::NotificationSender;
-use edge::notifications::delivery::webhook::{WebhookSettings, Webhooks};
+use edge::notifications::delivery::outbound_webhook::{WebhookSettings, Webhooks};
 use edge::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
-use edge::services::{Addresses, Parts, Services};
-use edge::trust::keys_in_force::KeysInForce;
+use edge::trust::current_keys::CurrentKeys;
 use persistence::Reads;
 use persistence::envelope_encryption::KeyRing;
 use prometheus::Registry;
@@ -40,7 +42,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 /// What the listeners serve with.
 pub struct ServiceStage {
     pub operator_view: Arc<OperatorView>,
-    pub services: Services,
+    pub services: AppState,
 }
 
 impl ServiceStage {
@@ -61,17 +63,20 @@ impl ServiceStage {
         if let Some(traces) = traces {
             traces.register(registry)?;
         }
-        let (in_force, ring, api_ca) = (&keys.in_force, &storage.ring, read_text(&config.tls_ca).await?);
+        let (current_keys, ring, api_ca) = (&keys.current, &storage.ring, read_text(&config.tls_ca).await?);
         let verifiers = &config.bootstrap_verifier_keys;
         let (domain, at_rest) = (keys.domain.clone(), Arc::clone(ring));
-        let trust = cluster_keys::load(&storage.secrets, domain, in_force.clone(), verifiers, api_ca, at_rest).await?;
-        let authenticator = authenticator(config, in_force.clone(), storage.reads.clone()).await?;
-        let services = Services::new(Parts {
+        let trust =
+            cluster_keys::load(&storage.secrets, domain, current_keys.clone(), verifiers, api_ca, at_rest).await?;
+        let identity_ca = identity_authorities(config).await?;
+        let sessions = SessionReader::new(storage.reads.clone(), Arc::clone(ring));
+        let authenticator = authenticator(config, identity_ca.clone(), current_keys.clone(), storage.reads.clone())?;
+        let services = AppState::new(Parts {
             directory: actors.directory.clone(),
             reads: storage.reads.clone(),
             environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::shell_dependencies::Environment>,
             runtime: Arc::new(ClusterRuntime(Arc::clone(&operator_view))),
-            authenticator: Arc::new(authenticator),
+            authenticator: Arc::new(authenticator.with_browser_sessions(sessions)),
             limiter: RateLimiter::register(actors.directory.clone(), registry)?,
             jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(
@@ -98,8 +103,10 @@ impl ServiceStage {
             },
             payments: config.payments.as_ref().map(PaymentsConfig::open).transpose()?,
             agent_package: config.agent_package.open()?,
+            console_provider: console_provider(config, identity_ca.as_deref())?,
             maas: config.maas.as_ref().map(MaasConfig::open).transpose()?,
-            log_store: config.log_store.as_ref().map(LogStoreSettings::open).transpose()?,
+            log_store: config.log_store.as_ref().map(OutsideServiceSettings::open).transpose()?,
+            alertmanager: config.alertmanager.as_ref().map(OutsideServiceSettings::open).transpose()?,
             fleet,
             fleet_directory: FleetDirectory::new(storage.reads.clone()),
             stopping: CancellationToken::new(),
@@ -130,7 +137,7 @@ fn operator_view(
         pool: storage.pool.clone(),
         polls: actors.effects.polls.clone(),
         connections: actors.effects.connections.clone(),
-        keys: keys.in_force.clone(),
+        keys: keys.current.clone(),
         seals_with: storage.ring.active().to_owned(),
         committed: storage.committed.clone(),
         been_ready: AtomicBool::new(false),
@@ -149,17 +156,35 @@ async fn delivery(config: &Config, at_rest: Arc<KeyRing>) -> anyhow::Result<Noti
     Ok(NotificationSender { webhooks: Webhooks::new(settings)?, mailer, at_rest })
 }
 
+/// The authorities of the identity provider's certificate, where the system does not trust it.
+async fn identity_authorities(config: &Config) -> anyhow::Result<Option<String>> {
+    match &config.identity.ca {
+        Some(path) => Ok(Some(read_text(path).await.context("SVC_OIDC_CA_PATH")?)),
+        None => Ok(None),
+    }
+}
+
 /// Verifies the identity provider's tokens, and those that this cluster signs for service accounts.
-async fn authenticator(config: &Config, keys: KeysInForce, reads: Reads) -> anyhow::Result<Authenticator> {
-    let identity = &config.identity;
-    let authorities_pem = match &identity.ca {
-        Some(path) => Some(read_text(path).await.context("SVC_OIDC_CA_PATH")?),
-        None => None,
-    };
-    let jwks = Jwks::new(JwksSettings { authorities_pem, ..JwksSettings::new(identity.rules.issuer.clone()) })
+fn authenticator(
+    config: &Config,
+    authorities_pem: Option<String>,
+    keys: CurrentKeys,
+    reads: Reads,
+) -> anyhow::Result<Authenticator> {
+    let rules = &config.identity.rules;
+    let jwks = Jwks::new(JwksSettings { authorities_pem, ..JwksSettings::new(rules.issuer.clone()) })
         .context("the identity provider of SVC_OIDC_ISSUER cannot be used")?;
     let service_tokens = ServiceTokens::new(config.public_url.clone(), keys, reads);
-    Ok(Authenticator::new(identity.rules.clone(), jwks).with_service_tokens(service_tokens))
+    Ok(Authenticator::new(rules.clone(), jwks).with_service_tokens(service_tokens))
+}
+
+/// Logs people in to the web console, where a client is configured for it.
+fn console_provider(config: &Config, authorities_pem: Option<&str>) -> anyhow::Result<Option<Arc<OpenIdProvider>>> {
+    let Some(settings) = &config.identity.console else { return Ok(None) };
+    let redirect_uri = format!("{}/console/callback", config.public_url.trim_end_matches('/'));
+    let issuer = config.identity.rules.issuer.as_str();
+    let provider = OpenIdProvider::new(issuer, redirect_uri, authorities_pem, settings.clone());
+    Ok(Some(Arc::new(provider.map_err(anyhow::Error::msg).context("SVC_OIDC_CA_PATH")?)))
 }
 
 pub(super) async fn read_text(path: &Path) -> anyhow::Result<String> {

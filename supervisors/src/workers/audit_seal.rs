@@ -5,16 +5,16 @@
 
 use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
+use crate::cluster::stream_copies::open_stream;
 use crate::supervisor::{WorkerTask, task};
 use actors::Host;
-use anyhow::Context as _;
 use async_nats::jetstream::stream::{Config, DiscardPolicy, LastRawMessageErrorKind, StorageType, Stream};
 use async_nats::{Client, jetstream};
 use chrono::Utc;
 use domain::Shard;
 use domain::commit::Epoch;
 use persistence::audit::{SealRun, Sealer, SignedHead};
-use persistence::cluster::incarnation_of;
+use persistence::membership::incarnation_of;
 use prometheus::{Gauge, IntCounter, IntGauge, Registry};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use tokio::sync::Mutex;
 const INTERVAL: Duration = Duration::from_millis(250);
 /// Heads that the archive stores of one shard; older ones are in the database.
 const HEADS_PER_SHARD: i64 = 1024;
-const ARCHIVE: &str = "AUDIT";
+pub(crate) const ARCHIVE: &str = "AUDIT";
 /// How long the archive may take to answer.
 const ARCHIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -131,7 +131,7 @@ impl AuditSeal {
             }
             Err(error) => {
                 self.metrics.lag.set(self.metrics.lag.get().max(state.succeeded_at.elapsed().as_secs_f64()));
-                tracing::warn!(error = %error, source = %error.source, "audit rows could not be sealed; they are at the next turn");
+                tracing::warn!(error = %error, source = %error.source, "audit rows could not be sealed; the next round seals them");
                 false
             }
         }
@@ -152,7 +152,7 @@ impl AuditSeal {
             return;
         }
         let asking = async {
-            let stream = open_archive(self.bus.client()).await?;
+            let stream = open_archive(self.bus.client(), self.bus.stream_copies()).await?;
             for (shard, epoch) in new {
                 if let Some(head) = last_head(&stream, shard).await? {
                     // A database that was restored from a backup lacks heads for a known reason: it has a new incarnation.
@@ -196,11 +196,11 @@ impl AuditSeal {
             Ok(Err(error)) => {
                 tracing::warn!(
                     error = format!("{error:#}"),
-                    "audit heads were not archived; they are at the next turn"
+                    "audit heads were not archived; the next round archives them"
                 );
                 state.asked.clear();
             }
-            Err(_) => tracing::warn!("audit heads were not archived in time; they are at the next turn"),
+            Err(_) => tracing::warn!("audit heads were not archived in time; the next round archives them"),
         }
     }
 }
@@ -222,7 +222,7 @@ fn subject(shard: Shard) -> String {
 }
 
 /// Opens the archive, and creates it where it is missing. Neither a message nor the stream's content can be deleted through it.
-async fn open_archive(client: &Client) -> anyhow::Result<Stream> {
+async fn open_archive(client: &Client, copies: usize) -> anyhow::Result<Stream> {
     let mut context = jetstream::new(client.clone());
     context.set_timeout(ARCHIVE_TIMEOUT);
     let config = Config {
@@ -235,7 +235,7 @@ async fn open_archive(client: &Client) -> anyhow::Result<Stream> {
         deny_purge: true,
         ..Config::default()
     };
-    context.get_or_create_stream(config).await.context("the stream AUDIT cannot be opened")
+    open_stream(&context, config, copies).await
 }
 
 async fn last_head(stream: &Stream, shard: Shard) -> anyhow::Result<Option<SignedHead>> {
@@ -251,9 +251,9 @@ async fn last_head(stream: &Stream, shard: Shard) -> anyhow::Result<Option<Signe
 ///
 /// # Errors
 /// Where the archive cannot be read.
-pub async fn archived(client: &Client) -> anyhow::Result<(Vec<SignedHead>, u64)> {
+pub async fn archived(client: &Client, copies: usize) -> anyhow::Result<(Vec<SignedHead>, u64)> {
     use futures::StreamExt as _;
-    let mut stream = open_archive(client).await?;
+    let mut stream = open_archive(client, copies).await?;
     let expected = stream.info().await?.state.messages;
     let (mut heads, mut strange) = (Vec::new(), 0);
     if expected == 0 {

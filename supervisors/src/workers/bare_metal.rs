@@ -1,19 +1,24 @@
 //! Has the bare-metal provider do what nodes want of it: deploy, release, mark as broken.
 //!
 //! The machine's status at the provider is read first, and says what is left to do: a call whose answer was lost, or whose worker was
-//! killed before the record of it, is not repeated. A lease lets one worker at a time act for a node, so that two do not deploy it with two
-//! tokens. Calls are not stored here; the node publishes what is outstanding again, with growing pauses, until it is reported as done.
+//! killed before the record of it, is not repeated. The provider may take long to answer: right before a call that changes the machine the
+//! node is read again as it is committed, and a deployment is preceded by the commit of its token. A lease lets one worker at a time act
+//! for a node, so that two do not deploy it with two tokens. Calls are not stored here; the node publishes what is outstanding again, with
+//! growing pauses, until it is reported as done.
+
+#[cfg(test)]
+mod tests;
 
 use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
 use domain::node::{Fact, Node, ProvidedMachine, ProviderReport, ProviderStep};
-use domain::state_machine::CommandSort as _;
+use domain::state_machine::{CommandSort as _, Timestamp};
 use domain::{EntityKind, EntityRef, NodeId, TokenId};
 use edge::api::machine_provider::{UserDataError, user_data};
+use edge::app_state::AppState;
 use edge::outbound::maas::{Maas, MaasError, MaasMachine, MachineStatus};
-use edge::services::Services;
-use persistence::{Leases, StoreError};
+use persistence::{Leases, Reads, StoreError};
 use secrecy::ExposeSecret as _;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,11 +35,12 @@ const PERMIT_TIMEOUT: Duration = Duration::from_millis(500);
 const PASS_TIMEOUT: Duration = Duration::from_secs(25);
 /// Longer than a pass, so that a request that may be in flight has ended when the next worker acts.
 const LEASE: Duration = Duration::from_secs(30);
+const _: () = assert!(LEASE.as_secs() > PASS_TIMEOUT.as_secs(), "a worker would act beside the request of another");
 
 /// See the module.
 #[derive(Clone)]
 pub struct BareMetalWorker {
-    services: Services,
+    services: AppState,
     leases: Leases,
     permits: Arc<Semaphore>,
 }
@@ -52,21 +58,26 @@ enum PassError {
     UserData(#[from] UserDataError),
     #[error("the node was not reached: {0}")]
     Node(String),
+    /// What it wants of its machine has its own event.
+    #[error("the node's request for its machine has changed since the pass began")]
+    Changed,
 }
 
 /// What a pass does with one machine.
 struct Pass<'a> {
     by: &'a ReactionContext,
     delivery: &'a EventDelivery,
-    services: &'a Services,
+    services: &'a AppState,
     maas: &'a Maas,
     node_id: NodeId,
     system_id: &'a str,
+    /// When the machine's step began.
+    since: Timestamp,
 }
 
 impl BareMetalWorker {
     #[must_use]
-    pub fn new(services: Services, leases: Leases) -> Self {
+    pub fn new(services: AppState, leases: Leases) -> Self {
         Self { services, leases, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)) }
     }
 
@@ -77,7 +88,7 @@ impl BareMetalWorker {
             return by.settle(delivery).await;
         };
         let Ok(Ok(_permit)) = timeout(PERMIT_TIMEOUT, self.permits.acquire()).await else {
-            tracing::warn!("the bare-metal provider is asked as much as it may be at once");
+            tracing::warn!("the bare-metal provider has as many requests in flight as are allowed");
             return by.settle(delivery).await;
         };
         let lease = match self.leases.acquire(&format!("machine/{node_id}"), LEASE).await {
@@ -96,6 +107,9 @@ impl BareMetalWorker {
         match passed {
             Ok(Ok(())) => {}
             Ok(Err(PassError::Node(why))) => return Disposition::Later { why },
+            Ok(Err(error @ PassError::Changed)) => {
+                tracing::info!(%error, "node {node_id}: the machine was left as it is");
+            }
             Ok(Err(error)) => tracing::warn!(%error, "node {node_id}: the machine was not advanced"),
             Err(_) => tracing::warn!("node {node_id}: the bare-metal provider did not answer in time"),
         }
@@ -109,13 +123,10 @@ impl BareMetalWorker {
         maas: &Maas,
         node_id: NodeId,
     ) -> Result<(), PassError> {
-        // As it is committed, and not as it may be in the memory of a member that another one has replaced.
-        let snapshot = by.reads.snapshot(EntityRef { kind: EntityKind::Node, id: node_id.0 }).await?;
-        let Some(snapshot) = snapshot else { return Ok(()) };
-        let node: Node = serde_json::from_str(&snapshot.body)?;
+        let Some(node) = committed_node(&by.reads, node_id).await? else { return Ok(()) };
         let Some(machine) = &node.machine else { return Ok(()) };
-        let system_id = machine.system_id.as_str();
-        let pass = Pass { by, delivery, services: &self.services, maas, node_id, system_id };
+        let (system_id, since) = (machine.system_id.as_str(), machine.since);
+        let pass = Pass { by, delivery, services: &self.services, maas, node_id, system_id, since };
         let report = match pass.advance(machine, node.reimage.is_some()).await {
             Ok(report) => report,
             // Shown to the operator where the machine is.
@@ -126,11 +137,24 @@ impl BareMetalWorker {
             Err(error) => return Err(error),
         };
         let Some(report) = report else { return Ok(()) };
-        pass.report(Fact::MachineReported { since: machine.since, report }).await.map(|_| ())
+        pass.report(Fact::MachineReported { since, report }).await.map(|_| ())
     }
 }
 
+/// As it is committed, and not as it may be in the memory of a member that another one has replaced.
+async fn committed_node(reads: &Reads, node_id: NodeId) -> Result<Option<Node>, PassError> {
+    let snapshot = reads.snapshot(EntityRef { kind: EntityKind::Node, id: node_id.0 }).await?;
+    Ok(snapshot.map(|snapshot| serde_json::from_str(&snapshot.body)).transpose()?)
+}
+
 impl Pass<'_> {
+    /// Ends the pass where the machine's step has changed since it began. Before each call that changes the machine.
+    async fn expect_unchanged(&self) -> Result<(), PassError> {
+        let node = committed_node(&self.by.reads, self.node_id).await?;
+        let is_unchanged = node.and_then(|node| node.machine).is_some_and(|machine| machine.since == self.since);
+        if is_unchanged { Ok(()) } else { Err(PassError::Changed) }
+    }
+
     /// Makes the next call, and returns what there is to report; `None` where the step is over, or all is as it was.
     async fn advance(&self, machine: &ProvidedMachine, reimages: bool) -> Result<Option<ProviderReport>, PassError> {
         let found = match &machine.step {
@@ -158,6 +182,7 @@ impl Pass<'_> {
 
     async fn deploy(&self, mut found: MaasMachine, mut ours: bool) -> Result<ProviderReport, PassError> {
         if found.status == MachineStatus::Ready {
+            self.expect_unchanged().await?;
             found = self.maas.allocate(self.system_id, &self.node_id.to_string()).await?;
             ours = self.maas.is_ours(&found).await?;
         }
@@ -191,6 +216,7 @@ impl Pass<'_> {
     async fn mark_broken(&self, found: &MaasMachine, ours: bool, why: &str) -> Result<ProviderReport, PassError> {
         let is_anothers = found.owner.is_some() && !ours;
         if found.status != MachineStatus::Broken && !is_anothers {
+            self.expect_unchanged().await?;
             self.maas.mark_broken(self.system_id, &format!("gpuaas node {}: {why}", self.node_id)).await?;
         }
         Ok(ProviderReport::Done)
@@ -213,6 +239,7 @@ impl Pass<'_> {
             | MachineStatus::FailedDeployment
             | MachineStatus::FailedReleasing
             | MachineStatus::Other => {
+                self.expect_unchanged().await?;
                 let released = self.maas.release(self.system_id, &format!("gpuaas node {}", self.node_id)).await?;
                 Ok(waiting(&released))
             }

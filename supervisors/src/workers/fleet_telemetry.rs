@@ -3,8 +3,8 @@
 use super::WorkerDependencies;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
+use edge::app_state::AppState;
 use edge::fleet_telemetry::{FleetGroup, FleetReport};
-use edge::services::Services;
 use prometheus::{Gauge, GaugeVec, Opts, Registry};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,7 +27,7 @@ pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
 ///
 /// # Errors
 /// Never; what cannot be read keeps its last value, and its age shows.
-pub async fn run(services: Services, metrics: Arc<FleetMetrics>) -> anyhow::Result<()> {
+pub async fn run(services: AppState, metrics: Arc<FleetMetrics>) -> anyhow::Result<()> {
     let mut ticker = interval(INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {

@@ -11,7 +11,7 @@ use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
-use domain::cross_entity_invariants::{self, Invariant};
+use domain::invariants::{self, Invariant};
 use domain::node::Node;
 use domain::state_machine::Machine;
 use domain::{AllocationId, EntityKind, NodeId, Shard, Visitor};
@@ -117,8 +117,8 @@ impl Auditor {
 
     fn check_record(&self, row: &InspectedEntity) {
         let versions: Vec<_> = row.recorded.iter().map(|step| step.version).collect();
-        self.check("I1", row, cross_entity_invariants::i1_nothing_acknowledged_is_lost(&versions, row.version));
-        let audited = |step| cross_entity_invariants::i7_actions_of_people_are_audited(row.entity.kind, step);
+        self.check("I1", row, invariants::i1_nothing_acknowledged_is_lost(&versions, row.version));
+        let audited = |step| invariants::i7_actions_of_people_are_audited(row.entity.kind, step);
         self.check("I7", row, row.recorded.iter().all(audited));
     }
 
@@ -149,7 +149,7 @@ impl Auditor {
             nodes.iter().filter_map(|body| serde_json::from_str(body).ok()).map(|node: Node| (node.id, node)).collect();
         for (row, allocation) in allocations {
             let alone: BTreeMap<AllocationId, _> = BTreeMap::from([(allocation.id, allocation)]);
-            self.check("I2", row, cross_entity_invariants::each_allocation_holds_its_gpus(&nodes, &alone));
+            self.check("I2", row, invariants::each_allocation_holds_its_gpus(&nodes, &alone));
         }
         Ok(())
     }

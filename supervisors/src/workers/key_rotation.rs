@@ -13,7 +13,7 @@ use edge::http::long_poll::LongPolls;
 use edge::tls::TlsConfigError;
 use edge::tls::connections::Connections;
 use edge::tls::proxies::Proxies;
-use edge::trust::keys_in_force::{Keys, KeysError, KeysInForce};
+use edge::trust::current_keys::{CurrentKeys, Keys, KeysError};
 use edge::trust::node_certificate::TrustDomain;
 use futures::StreamExt;
 use persistence::{Reads, Secrets};
@@ -41,7 +41,7 @@ pub struct KeyFollower {
     pub reads: Reads,
     pub secrets: Secrets,
     pub domain: TrustDomain,
-    pub in_force: KeysInForce,
+    pub current: CurrentKeys,
     /// Notified when the keys are to be read at once.
     pub changed: Arc<Notify>,
     pub bus: Bus,
@@ -86,14 +86,14 @@ impl KeyFollower {
             match self.update().await {
                 Ok(()) => read_at = Instant::now(),
                 Err(error) => {
-                    tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the keys of before hold on");
+                    tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the previous keys stay in use");
                 }
             }
         }
     }
 
     async fn update(&self) -> Result<(), KeyUpdateError> {
-        let (before, keys) = (self.in_force.load(), Keys::read(&self.secrets, &self.reads, &self.domain).await?);
+        let (before, keys) = (self.current.load(), Keys::read(&self.secrets, &self.reads, &self.domain).await?);
         let orphaned = keys.orphaned_secrets(Utc::now());
         if before.versions() != keys.versions() {
             // The acceptor first: a member that reports a version must admit the nodes that this version trusts.
@@ -104,8 +104,8 @@ impl KeyFollower {
                 proxies.trust(&keys.node.bundle_pem())?;
             }
             tracing::info!(versions = ?keys.versions(), "keys were rotated");
-            self.in_force.replace(keys);
-            let now = self.in_force.load();
+            self.current.replace(keys);
+            let now = self.current.load();
             let closed = self.connections.close_untrusted(|authority| now.node.trusts(authority));
             if closed > 0 {
                 tracing::info!(connections = closed, "connections were cut: their authority is retired");
@@ -117,7 +117,7 @@ impl KeyFollower {
         }
         for name in orphaned {
             self.secrets.destroy(&name).await.map_err(KeysError::from)?;
-            tracing::info!(name, "a private half that nothing needs any more was destroyed");
+            tracing::info!(name, "the private half of a retired key was destroyed");
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use edge::notifications::encoded;
 use futures::StreamExt;
 use futures::stream::select_all;
-use persistence::queries::{EntityRow, ListFilter};
+use persistence::queries::{ListFilter, ListedEntity};
 use std::time::Duration;
 
 /// Events that are processed at once.
@@ -67,7 +67,7 @@ impl NotificationQueue {
     /// Where a consumer cannot be made or ends.
     pub async fn run(self) -> anyhow::Result<()> {
         let context = jetstream::new(self.notifier.bus.client().clone());
-        make_streams(&context).await?;
+        make_streams(&context, self.notifier.bus.stream_copies()).await?;
         let mut streams = Vec::new();
         for (stream, subjects) in delivered_subjects() {
             let name = format!("{}-deliveries", stream.name().to_lowercase());
@@ -109,9 +109,9 @@ impl NotificationQueue {
         let mut queued = Ok(());
         for notification in self.notifier.notifications_for(&event.data).await? {
             let Some((holder, scopes)) = holder_of(&notification.channel) else { continue };
-            for row in self.endpoints_of(&holder).await? {
-                let endpoint = row.entity;
-                if let Err(error) = self.queue_for(row, &scopes, event, &notification).await {
+            for listed in self.endpoints_of(&holder).await? {
+                let endpoint = listed.entity;
+                if let Err(error) = self.queue_for(listed, &holder, &scopes, event, &notification).await {
                     queued = Err(error.context(endpoint));
                 }
             }
@@ -119,7 +119,7 @@ impl NotificationQueue {
         queued
     }
 
-    async fn endpoints_of(&self, holder: &str) -> anyhow::Result<Vec<EntityRow>> {
+    async fn endpoints_of(&self, holder: &str) -> anyhow::Result<Vec<ListedEntity>> {
         let filter = ListFilter {
             owner: Some(holder.to_owned()),
             states: PRESENT.map(str::to_owned).into(),
@@ -130,14 +130,17 @@ impl NotificationQueue {
 
     async fn queue_for(
         &self,
-        row: EntityRow,
+        listed: ListedEntity,
+        holder: &str,
         scopes: &Scopes,
         event: &PublishedEvent,
         notification: &AddressedNotification,
     ) -> anyhow::Result<()> {
-        let endpoint: NotificationEndpoint = serde_json::from_str(&row.body)?;
-        if endpoint.wants(&event.kind) && self.accepts_channel(&endpoint, scopes) {
-            self.enqueue(row.entity, event, notification).await?;
+        let endpoint: NotificationEndpoint = serde_json::from_str(&listed.row?.body)?;
+        // The column by which it was found is not sealed.
+        let is_of_holder = endpoint.holder.to_string() == holder;
+        if is_of_holder && endpoint.wants(&event.kind) && self.accepts_channel(&endpoint, scopes) {
+            self.enqueue(listed.entity, event, notification).await?;
         }
         Ok(())
     }
@@ -179,7 +182,7 @@ fn holder_of(channel: &Channel) -> Option<(String, Scopes)> {
     let holder = match channel {
         Channel::User(id) => Holder::User(id.clone()),
         Channel::Org(id) => Holder::Org(id.clone()),
-        Channel::Broadcast => return None,
+        Channel::Broadcast | Channel::Operations => return None,
     };
     Some((holder.to_string(), holder.scopes()))
 }

@@ -5,7 +5,7 @@
 use super::WorkerDependencies;
 use super::outbox_relay::make_streams;
 use crate::cluster::bus::Bus;
-use crate::process_environment::ProcessEnvironment;
+use crate::entity_environment::EntityEnvironment;
 use crate::supervisor::{WorkerTask, task};
 use actors::shell_dependencies::Environment as _;
 use async_nats::HeaderMap;
@@ -50,7 +50,7 @@ pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
 #[derive(Clone)]
 pub struct Notifier {
     pub reads: Reads,
-    pub environment: Arc<ProcessEnvironment>,
+    pub environment: Arc<EntityEnvironment>,
     pub bus: Bus,
 }
 
@@ -113,7 +113,7 @@ impl Notifier {
     /// Where a consumer cannot be made or ends.
     pub async fn run(self) -> anyhow::Result<()> {
         let context = jetstream::new(self.bus.client().clone());
-        make_streams(&context).await?;
+        make_streams(&context, self.bus.stream_copies()).await?;
         let mut streams = Vec::new();
         for (stream, subjects) in live_subjects() {
             let name = format!("{}-notifications", stream.name().to_lowercase());
@@ -189,6 +189,7 @@ impl Notifier {
                 None => Vec::new(),
             },
             Audience::Renter(id) => self.renter(id).await?.map(|user| to_user(user, data)).into_iter().collect(),
+            Audience::User(id) => vec![to_user(id, data)],
             Audience::SessionUser(id) => {
                 let session = self.read::<TerminalSession>(id.0).await?;
                 session.map(|session| to_user(session.owner.user_id, data)).into_iter().collect()
@@ -231,7 +232,7 @@ impl Notifier {
         let (mut operators, mut after) = (Vec::new(), None);
         loop {
             let page = self.reads.bindings(&filter, after, PAGE_SIZE).await?;
-            operators.extend(page.items.into_iter().map(|row| row.subject));
+            operators.extend(page.items.into_iter().filter(|row| row.is_intact).map(|row| row.subject));
             after = page.next;
             if after.is_none() {
                 return Ok(operators);
@@ -277,6 +278,6 @@ fn scopes_of(channel: &Channel) -> Scopes {
     match channel {
         Channel::User(id) => Scopes { user_id: Some(id.clone()), ..Scopes::default() },
         Channel::Org(id) => Scopes { org_id: Some(id.clone()), ..Scopes::default() },
-        Channel::Broadcast => Scopes::global(),
+        Channel::Broadcast | Channel::Operations => Scopes::global(),
     }
 }

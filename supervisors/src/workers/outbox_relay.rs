@@ -1,11 +1,12 @@
 //! Publishes committed events: outbox rows become CloudEvents on JetStream (specification, *Events*; CloudEvents 1.0, JSON format).
 //!
 //! The committer passes fresh rows in the order of their commits; rows that are lost on the way are found by the poll
-//! (`workers::reactor`). JetStream acknowledges before it has synced, so that an event with a reaction stays in the outbox until its
+//! (`workers::event_reactions`). JetStream acknowledges before it has synced, so that an event with a reaction stays in the outbox until its
 //! reaction is committed; only the others are deleted at the acknowledgement.
 
 use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
+use crate::cluster::stream_copies::open_stream;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, StorageType};
@@ -57,7 +58,7 @@ impl OutboxRelay {
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut context = jetstream::new(self.bus.client().clone());
         context.set_timeout(Duration::from_secs(5));
-        make_streams(&context).await?;
+        make_streams(&context, self.bus.stream_copies()).await?;
         let mut rows = self.rows.lock().await;
         let mut acknowledgements: JoinSet<Option<EventId>> = JoinSet::new();
         let mut settled: Vec<EventId> = Vec::new();
@@ -172,11 +173,11 @@ pub fn cloud_event(row: &OutboxRow) -> String {
     .to_string()
 }
 
-/// Creates missing streams. To be called before publishing or consuming.
+/// Creates missing streams, with so many copies. To be called before publishing or consuming.
 ///
 /// # Errors
-/// Where JetStream cannot be reached.
-pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
+/// Where JetStream cannot be reached, or its cluster is too small.
+pub async fn make_streams(context: &jetstream::Context, copies: usize) -> anyhow::Result<()> {
     for stream in Stream::ALL {
         let config = Config {
             name: stream.name().to_owned(),
@@ -188,7 +189,7 @@ pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
             duplicate_window: Duration::from_secs(120),
             ..Config::default()
         };
-        context.get_or_create_stream(config).await?;
+        open_stream(context, config, copies).await?;
     }
     Ok(())
 }

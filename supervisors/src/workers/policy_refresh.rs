@@ -6,7 +6,7 @@
 
 use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
-use crate::process_environment::ProcessEnvironment;
+use crate::entity_environment::EntityEnvironment;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use futures::StreamExt;
@@ -40,7 +40,7 @@ pub(super) fn start_listener(parts: &WorkerDependencies) -> anyhow::Result<Worke
 ///
 /// # Errors
 /// Never; while Postgres cannot be read the previous values stay in force.
-pub async fn run(environment: Arc<ProcessEnvironment>, reads: Reads, bus: Bus) -> anyhow::Result<()> {
+pub async fn run(environment: Arc<EntityEnvironment>, reads: Reads, bus: Bus) -> anyhow::Result<()> {
     let mut ticker = interval(CHECK_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut read_at, mut was_connected) = (Instant::now(), false);
@@ -71,7 +71,7 @@ pub async fn run(environment: Arc<ProcessEnvironment>, reads: Reads, bus: Bus) -
 ///
 /// # Errors
 /// Where the subscription ends.
-pub async fn listen(environment: Arc<ProcessEnvironment>, bus: Bus) -> anyhow::Result<()> {
+pub async fn listen(environment: Arc<EntityEnvironment>, bus: Bus) -> anyhow::Result<()> {
     let mut events = bus.events("policy.invalidate.>").await?;
     // Events before the subscription are not received.
     environment.policy_written.notify_one();

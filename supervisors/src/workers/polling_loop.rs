@@ -1,6 +1,7 @@
 //! A polling loop with a backoff per item: an item that hangs delays no other, and one that keeps failing is retried after growing
 //! pauses.
 
+use domain::retry;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use std::collections::{BTreeMap, VecDeque};
@@ -111,9 +112,8 @@ impl<K: Ord + Copy> ItemBackoff<K> {
             return;
         }
         if let Some(entry) = self.entries.get_mut(&key) {
-            let pause = INITIAL_BACKOFF * 2_u32.pow(entry.failures.min(16));
-            entry.failures += 1;
-            entry.retry_at = Some(now + pause.min(MAX_BACKOFF));
+            entry.failures = entry.failures.saturating_add(1);
+            entry.retry_at = Some(now + retry::pause(INITIAL_BACKOFF, entry.failures, MAX_BACKOFF));
         }
         if self.entries.len() > CAPACITY {
             let waiting = self.entries.iter().filter_map(|(key, entry)| Some((entry.retry_at?, *key)));

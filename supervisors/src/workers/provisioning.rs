@@ -9,6 +9,7 @@ use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
 use domain::billing_account::{self, BillingAccount};
+use domain::money::Currency;
 use domain::node::{self, Node};
 use domain::placement::{self, PlacementRequest};
 use domain::state_machine::CommandSort as _;
@@ -121,7 +122,7 @@ impl Placer {
         let hold = billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count };
         match by.directory.ask::<BillingAccount>(&by.permit, account, hold.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
-            Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, asked.price.currency.as_str()))),
+            Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, &asked.price.currency))),
             Err(error) => Err(SearchBlocked(error.to_string())),
         }
     }
@@ -181,11 +182,14 @@ impl Placer {
 }
 
 /// The text for the user.
-fn user_message(missing: &billing_account::Rejection, currency: &str) -> String {
+fn user_message(missing: &billing_account::Rejection, currency: &Currency) -> String {
     match missing {
-        billing_account::Rejection::InsufficientBalance { needed, available } => format!(
-            "A first window costs {needed} minor units of {currency}, and {available} are available: the balance without what is held \
-             and what runs. Pay money in, or ask for less."
+        // The account is in the currency of the price, or the rejection is another one.
+        billing_account::Rejection::InsufficientBalance { needed, available, .. } => format!(
+            "A first window costs {}, and {} are available: the balance without what is held and without the next window of what runs. \
+             Pay money in, or ask for less.",
+            needed.in_currency(currency),
+            available.in_currency(currency)
         ),
         billing_account::Rejection::CurrencyDiffers { account, given } => {
             format!(
@@ -259,5 +263,23 @@ impl From<StoreError> for SearchBlocked {
 impl From<serde_json::Error> for SearchBlocked {
     fn from(error: serde_json::Error) -> Self {
         Self(format!("the allocation cannot be read: {error}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use domain::money::MicroAmount;
+
+    #[test]
+    fn shortfall_is_in_the_currency_of_the_price() {
+        let missing = billing_account::Rejection::InsufficientBalance {
+            needed: MicroAmount::of(4_166_666),
+            available: MicroAmount::ZERO,
+            currency: None,
+        };
+        let text = user_message(&missing, &Currency::parse("EUR").unwrap());
+        assert!(text.starts_with("A first window costs 0.04166666 EUR, and 0.00 EUR are available:"), "{text}");
+        assert!(!text.contains("minor units"), "{text}");
     }
 }

@@ -5,7 +5,7 @@
 use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use domain::rollout::{Fact, Rollout};
 use domain::{EntityKind, EntityRef, RolloutId};
-use edge::services::rollout_nodes::RolloutScope;
+use edge::app_state::rollout_nodes::RolloutScope;
 
 /// The page that the rollout waits for.
 pub(super) async fn find(context: &ReactionContext, delivery: &EventDelivery, rollout_id: RolloutId) -> Disposition {
@@ -24,7 +24,12 @@ pub(super) async fn find(context: &ReactionContext, delivery: &EventDelivery, ro
         return context.settle(delivery).await;
     }
     let order = &rollout.order;
-    let scope = RolloutScope { selector: &order.selector, digest: &order.digest, created_at: rollout.created_at };
+    let scope = RolloutScope {
+        selector: &order.selector,
+        digest: &order.digest,
+        includes_held: order.includes_held,
+        created_at: rollout.created_at,
+    };
     match scope.page(&context.reads, rollout.feed.after).await {
         Ok(page) => {
             context.send_command::<Rollout>(delivery, rollout_id.0, Fact::NodesFound { page: Box::new(page) }).await

@@ -2,7 +2,7 @@ use super::*;
 use crate::startup::storage::COMMITTER_LANES;
 use crate::supervisor::{WorkerRow, workers_check};
 use chrono::Utc;
-use edge::services::runtime_interface::WorkerState;
+use edge::app_state::runtime_interface::WorkerState;
 use std::collections::BTreeSet;
 
 fn rows(states: &[(&str, WorkerState)]) -> Vec<WorkerRow> {

@@ -3,14 +3,14 @@
 use super::audit_seal::{AuditSeal, SealMetrics};
 use super::bare_metal::BareMetalWorker;
 use super::event_delivery::ReactionContext;
+use super::event_reactions::Reactor;
+use super::key_rewrap::Rewrapper;
 use super::key_rotation::KeyFollower;
 use super::notification_relay::Notifier;
 use super::payments::payment_updater::PaymentUpdater;
 use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
 use super::provisioning::Placer;
-use super::reactor::Reactor;
-use super::rewrap::Rewrapper;
 use crate::cluster_keys;
 use crate::startup::Stages;
 use persistence::audit::Sealer;
@@ -43,7 +43,7 @@ impl WorkerDependencies {
             reads: storage.reads.clone(),
             secrets: storage.secrets.clone(),
             domain: keys.domain.clone(),
-            in_force: keys.in_force.clone(),
+            current: keys.current.clone(),
             changed: Arc::clone(&actors.effects.keys_changed),
             bus: membership.bus.clone(),
             connections: actors.effects.connections.clone(),

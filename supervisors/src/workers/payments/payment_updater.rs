@@ -44,7 +44,7 @@ pub enum UpdateOutcome {
 /// Why a payment could not be updated now. It can be retried.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum UpdateError {
-    #[error("whose payment it is cannot be asked: {0}")]
+    #[error("the owner of the payment cannot be looked up: {0}")]
     Processor(#[source] ProcessorError),
     #[error("payment {payment_id} does not answer: {why}")]
     Payment { payment_id: PaymentId, why: String },

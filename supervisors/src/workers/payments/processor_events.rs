@@ -126,7 +126,7 @@ impl ProcessorEventHandler {
             ProcessorUpdate::Nothing => return Ok(ProcessingOutcome::NothingToDo),
         };
         match outcome {
-            UpdateOutcome::Done { .. } => Ok(ProcessingOutcome::Told),
+            UpdateOutcome::Done { .. } => Ok(ProcessingOutcome::Applied),
             UpdateOutcome::NotOurs => Ok(ProcessingOutcome::NotOurs),
             UpdateOutcome::Rejected(why) => Err(ProcessingError::Failed(why)),
         }
@@ -234,7 +234,7 @@ mod tests {
     use chrono::Utc;
     use domain::Event;
     use domain::processor_event::Phase;
-    use domain::retry::RetryTimer;
+    use domain::resend_timer::ResendTimer;
     use domain::state_machine::RequestOrigin;
     use edge::payment_processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
     use edge::payment_webhook::seal_body;
@@ -260,7 +260,7 @@ mod tests {
             body_enc: Some(seal_body(&ring(), id, body.as_bytes()).unwrap()),
             attempts: 0,
             last_error: None,
-            phase: Phase::Received { again: RetryTimer::first(Utc::now()) },
+            phase: Phase::Received { again: ResendTimer::first(Utc::now()) },
         }
     }
 
@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(bench.payment().await.paid_at(), None);
         let paid = stored(2, "payment_intent.succeeded", &intent(1000));
         for _ in 0..2 {
-            assert_eq!(outcome_of(&bench, &paid).await, "told");
+            assert_eq!(outcome_of(&bench, &paid).await, "applied");
         }
         assert!(bench.payment().await.paid_at().is_some());
         let theirs = json!({ "id": "pi_9", "amount": 1, "currency": "eur", "status": "succeeded" });
@@ -324,7 +324,7 @@ mod tests {
             status: ProcessorRefundStatus::Succeeded,
         });
         let charge = json!({ "id": "ch_1", "payment_intent": INTENT });
-        assert_eq!(outcome_of(&bench, &stored(2, "charge.refunded", &charge)).await, "told");
+        assert_eq!(outcome_of(&bench, &stored(2, "charge.refunded", &charge)).await, "applied");
         assert_eq!(bench.payment().await.left_minor(), 500);
     }
 
@@ -345,7 +345,7 @@ mod tests {
         bench.processor.fail_next(ProcessorError::Later("gone".to_owned()));
         let event = stored(1, "refund.created", &refund("re_1", 100, INTENT));
         assert!(outcome_of(&bench, &event).await.starts_with("later: "));
-        assert_eq!(outcome_of(&bench, &event).await, "told");
+        assert_eq!(outcome_of(&bench, &event).await, "applied");
         let unreadable = stored(2, "refund.created", &json!({ "id": "re_2" }));
         assert!(outcome_of(&bench, &unreadable).await.starts_with("failed: "));
         let forgotten = ProcessorEvent { body_enc: None, ..event.clone() };

@@ -10,14 +10,14 @@ use std::sync::Arc;
 use tokio::sync::Notify;
 
 /// The clock, the random numbers, the policy values as they were last read, and this member's lease.
-pub struct ProcessEnvironment {
+pub struct EntityEnvironment {
     policy: ArcSwap<PolicyBook>,
     /// Notified when the policy values are to be read at once.
     pub policy_written: Notify,
     view: Arc<ClusterView>,
 }
 
-impl ProcessEnvironment {
+impl EntityEnvironment {
     #[must_use]
     pub fn new(view: Arc<ClusterView>) -> Self {
         Self { policy: ArcSwap::default(), policy_written: Notify::new(), view }
@@ -29,7 +29,7 @@ impl ProcessEnvironment {
     }
 }
 
-impl Environment for ProcessEnvironment {
+impl Environment for EntityEnvironment {
     /// To the microsecond, as Postgres stores it: a decided time and the same time read back are equal.
     fn now(&self) -> Timestamp {
         let now = Utc::now();

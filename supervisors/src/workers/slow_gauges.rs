@@ -1,15 +1,19 @@
 //! Reads metrics periodically that are too expensive to read at each scrape.
 
 use super::WorkerDependencies;
-use super::reactor::consumer_name;
+use super::event_reactions::consumer_name;
 use crate::cluster::bus::Bus;
+use crate::cluster::stream_copies;
+use crate::metrics::certificate_log::CertificateLog;
 use crate::metrics::{ConsumerLag, ProcessMetrics};
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use async_nats::jetstream;
+use chrono::Utc;
+use domain::Shard;
 use domain::event::Stream;
-use persistence::Reads;
+use persistence::{Reads, StoreError};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -18,6 +22,9 @@ const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Balances are compared with the ledger once in this many rounds: each account is read.
 const ROUNDS_PER_LEDGER_CHECK: usize = 12;
+
+/// GPUs are counted once in this many rounds: each node is read.
+const ROUNDS_PER_GPU_COUNT: usize = 3;
 
 /// How long JetStream may take to answer for a consumer's lag.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -36,8 +43,10 @@ pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
 pub async fn run(metrics: Arc<ProcessMetrics>, host: Arc<Host>, reads: Reads, bus: Bus) -> anyhow::Result<()> {
     let mut ticker = interval(INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut certificates = CertificateLog::default();
     for turns in (0..ROUNDS_PER_LEDGER_CHECK).cycle() {
         ticker.tick().await;
+        certificates.record(metrics.entity_totals.certificate_ends(), Utc::now());
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
         match tokio::try_join!(reads.waiting_counts(&shards), reads.outbox_backlog(&shards)) {
             Ok((standing, pending)) => metrics.set_shard_gauges(&standing, &pending),
@@ -49,13 +58,47 @@ pub async fn run(metrics: Arc<ProcessMetrics>, host: Arc<Host>, reads: Reads, bu
                 Ok(micro) => metrics.set_ledger_difference(micro),
                 Err(error) => tracing::warn!(error = %error, "could not compare balances with the ledger"),
             }
+            match reads.backup_times().await {
+                Ok(times) => metrics.backups.set(&times),
+                Err(error) => tracing::warn!(error = %error, "could not read the ages of backups"),
+            }
+        }
+        if turns % ROUNDS_PER_GPU_COUNT == 1 {
+            match read_totals(&metrics, &reads, &shards, turns == 1).await {
+                Ok(()) => metrics.mark_inventory_read(),
+                Err(error) => tracing::warn!(error = %error, "could not read the metrics of the inventory"),
+            }
+        }
+        match reads.replication_status().await {
+            Ok(status) => metrics.replication.set_database(status),
+            Err(error) => tracing::warn!(error = %error, "could not read the standbys"),
         }
         for stream in Stream::ALL {
             // Failures are not logged here, since they would repeat every few seconds; the lost connection was logged once.
             if let (true, Ok(Ok(lag))) = (bus.is_connected(), timeout(REPLY_TIMEOUT, lag(&bus, stream)).await) {
                 metrics.set_consumer_lag(stream, lag);
             }
+            if let (true, Ok(Ok(missing))) = (bus.is_connected(), timeout(REPLY_TIMEOUT, missing(&bus, stream)).await) {
+                metrics.replication.set_missing_copies(stream, missing);
+            }
         }
+    }
+    Ok(())
+}
+
+/// Reads what there is of entities and GPUs, and, where it is wanted, of money and of what concerns nodes: for these, each account and node is
+/// read.
+async fn read_totals(
+    metrics: &ProcessMetrics,
+    reads: &Reads,
+    shards: &[Shard],
+    wants_all: bool,
+) -> Result<(), StoreError> {
+    metrics.entity_totals.set_entities(&reads.counts().await?);
+    metrics.entity_totals.set_gpus(&reads.gpu_use(shards).await?);
+    if wants_all {
+        metrics.entity_totals.set_accounts(&reads.account_sums(shards).await?);
+        metrics.entity_totals.set_node_concerns(&reads.node_concerns(shards).await?);
     }
     Ok(())
 }
@@ -67,4 +110,10 @@ async fn lag(bus: &Bus, stream: Stream) -> anyhow::Result<ConsumerLag> {
         context.get_consumer_from_stream(consumer_name(stream), stream.name()).await?;
     let info = consumer.cached_info();
     Ok(ConsumerLag { waiting: info.num_pending, in_flight: info.num_ack_pending as u64 })
+}
+
+/// How many copies of a stream are missing.
+async fn missing(bus: &Bus, stream: Stream) -> anyhow::Result<usize> {
+    let found = jetstream::new(bus.client().clone()).get_stream(stream.name()).await?;
+    Ok(stream_copies::missing(found.cached_info(), bus.stream_copies()))
 }

@@ -1,9 +1,9 @@
 //! Reconciles this member's shards with the assignment: takes over shards without a living owner, hands over those that are assigned to
 //! others, drops those that were taken over.
 
-use super::assignment::assign;
 use super::bus::Bus;
 use super::failure_detector::{ConnectivityGraph, PartitionDetector, is_partitioned};
+use super::shard_assignment::assign;
 use super::{ClusterView, RECENT_HEARTBEAT, has_role};
 use crate::process_roles::ProcessRole;
 use actors::sharding::shard_of;
@@ -13,7 +13,7 @@ use domain::commit::Epoch;
 use domain::{MemberId, Shard};
 use futures::StreamExt;
 use persistence::Cluster;
-use persistence::cluster::{Member, MemberHeartbeat, Ownership};
+use persistence::membership::{Member, MemberHeartbeat, Ownership};
 use ractor::ActorCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -104,7 +104,7 @@ impl ShardReconciler {
     pub async fn run(&self) -> anyhow::Result<()> {
         loop {
             if let Err(error) = self.reconcile().await {
-                tracing::warn!(error = %error, "could not look after the shards");
+                tracing::warn!(error = %error, "could not claim or renew shards");
             }
             let _ = tokio::time::timeout(RECONCILE_INTERVAL, self.reconcile_now.notified()).await;
         }
@@ -294,7 +294,7 @@ impl ShardReconciler {
     /// is removed. Heartbeats and takeovers must have ended.
     pub async fn leave(&self) {
         if let Err(error) = self.leave_in_order().await {
-            tracing::warn!(error = %error, "could not hand everything over; the others take it in a moment");
+            tracing::warn!(error = %error, "some shards could not be handed over; other members take them over");
         }
     }
 

@@ -137,6 +137,9 @@ impl Reactor {
             Reaction::CloseTerminals { allocation_id, user_id } => {
                 super::close_terminals::revoke_sessions(context, delivery, allocation_id, &user_id).await
             }
+            Reaction::CloseBrowserTerminals { browser_session_id, user_id } => {
+                super::close_terminals::log_out_sessions(context, delivery, browser_session_id, &user_id).await
+            }
             Reaction::CloseNodeTerminals { node_id } => {
                 super::close_terminals::cut_sessions(context, delivery, node_id).await
             }
@@ -174,7 +177,7 @@ impl Reactor {
     /// Where the consumer cannot be made or ends.
     pub async fn consume(&self, bus: &Bus, stream: Stream) -> anyhow::Result<()> {
         let context = jetstream::new(bus.client().clone());
-        make_streams(&context).await?;
+        make_streams(&context, bus.stream_copies()).await?;
         let stream_of = context.get_stream(stream.name()).await?;
         let name = consumer_name(stream);
         let config = pull::Config {
@@ -330,7 +333,7 @@ fn parse_delivery(message: &Message) -> Option<EventDelivery> {
     let event: CloudEvent = match serde_json::from_slice(&message.payload) {
         Ok(event) => event,
         Err(error) => {
-            tracing::warn!(%error, subject = %message.subject, "a message is no event that is understood here");
+            tracing::warn!(%error, subject = %message.subject, "a message is not an event that this release understands");
             return None;
         }
     };

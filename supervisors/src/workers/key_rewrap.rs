@@ -12,11 +12,12 @@ use actors::{CommandContext, Directory, Host};
 use chrono::{TimeDelta, Utc};
 use domain::allocation::{self, Allocation};
 use domain::authz::authorize;
+use domain::browser_session::{self, BrowserSession};
 use domain::key_set::{self, KeySet, KeySetPurpose, Phase};
 use domain::notification_endpoint::{self, NotificationEndpoint};
 use domain::processor_event::{self, ProcessorEvent};
 use domain::{Action, EntityKind, Event, Machine, Permit, Principal};
-use edge::trust::keys_in_force::{set_id, stored};
+use edge::trust::current_keys::{set_id, stored};
 use futures::StreamExt;
 use persistence::Reads;
 use persistence::key_rewrap::{OutdatedValue, Rewrap, SEALED_FIELDS, SealedField};
@@ -143,22 +144,30 @@ impl Rewrapper {
     }
 
     async fn reseal(&self, field: SealedField, outdated: &OutdatedValue) -> anyhow::Result<()> {
-        let anew = self.values.reseal(field, outdated)?;
+        let rewrapped = self.values.reseal(field, outdated)?;
         match field.kind {
             EntityKind::ProcessorEvent => {
-                self.send_reseal::<ProcessorEvent>(outdated, processor_event::Maintenance::Reseal { body_enc: anew })
-                    .await;
+                self.send_reseal::<ProcessorEvent>(
+                    outdated,
+                    processor_event::Maintenance::Reseal { body_enc: rewrapped },
+                )
+                .await;
             }
             EntityKind::NotificationEndpoint => {
                 let command = notification_endpoint::Maintenance::Reseal {
-                    secret_enc: anew,
+                    secret_enc: rewrapped,
                     is_former: field.is_former_secret(),
                 };
                 self.send_reseal::<NotificationEndpoint>(outdated, command).await;
             }
+            EntityKind::BrowserSession => {
+                let command =
+                    browser_session::Maintenance::Reseal { before: outdated.sealed.clone(), tokens_enc: rewrapped };
+                self.send_reseal::<BrowserSession>(outdated, command).await;
+            }
             // The only other kind with a sealed field.
             _ => {
-                let command = allocation::Maintenance::Reseal { scheduler_request_enc: anew };
+                let command = allocation::Maintenance::Reseal { scheduler_request_enc: rewrapped };
                 self.send_reseal::<Allocation>(outdated, command).await;
             }
         }

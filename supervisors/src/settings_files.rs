@@ -1,0 +1,80 @@
+//! Settings from files, where no service manager reads them: in a container. `SVC_ENV_FILE` names them, and the program starts itself once more
+//! with what they set, as systemd does by `EnvironmentFile=`. So a secret is in a file that a pod mounts, and not in the pod's description, and
+//! a command in a running container has the same settings.
+
+use crate::config::{ConfigError, env_file};
+use anyhow::Context;
+use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Files, with colons.
+pub const VARIABLE: &str = "SVC_ENV_FILE";
+
+/// Replaces this process by one with the settings of the files. Without the variable it does nothing.
+///
+/// # Errors
+/// [`ConfigError`] where a file cannot be used.
+pub fn apply() -> anyhow::Result<()> {
+    let Some(paths) = std::env::var_os(VARIABLE).filter(|paths| !paths.is_empty()) else { return Ok(()) };
+    let settings = read(std::env::split_paths(&paths))?;
+    let mut arguments = std::env::args_os();
+    let mut again = Command::new(own_program());
+    if let Some(name) = arguments.next() {
+        again.arg0(name);
+    }
+    // A variable that a file sets goes before the one of the environment, as in a unit.
+    let error = again.args(arguments).envs(settings).env_remove(VARIABLE).exec();
+    Err(error).context("the program cannot start itself again with the settings of SVC_ENV_FILE; /proc must be mounted")
+}
+
+/// The path of this program, by which the kernel names the process: `gpuaas`, not `exe`. Where the file was replaced, the one that runs.
+fn own_program() -> PathBuf {
+    std::env::current_exe().ok().filter(|path| path.is_file()).unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
+}
+
+/// What the files set; of two with one name the one of the later file.
+fn read(paths: impl Iterator<Item = PathBuf>) -> Result<BTreeMap<String, String>, ConfigError> {
+    let (mut settings, mut problems) = (BTreeMap::new(), Vec::new());
+    for path in paths {
+        match env_file::read(&path) {
+            Ok(text) => {
+                let file = env_file::EnvFile::parse(&text);
+                problems.extend(file.problems.iter().map(|problem| format!("{}: {problem}", path.display())));
+                settings.extend(file.values);
+            }
+            Err(error) => problems.extend(error.problems.iter().map(|problem| format!("{VARIABLE}: {problem}"))),
+        }
+    }
+    let error = problems.into_iter().map(ConfigError::of).reduce(ConfigError::and);
+    error.map_or(Ok(settings), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_file_overrides_an_earlier_one_and_every_problem_is_named_with_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let (all, own) = (file("all.env", "A=1\nB=1\n"), file("own.env", "B='2 3'\n"));
+        let settings = read([all.clone(), own].into_iter()).unwrap();
+        let expected = [("A", "1"), ("B", "2 3")].map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(settings, expected.into());
+
+        let bad = file("bad.env", "export A=hunter2\n");
+        let error = read([all, bad, folder.path().join("absent.env")].into_iter()).unwrap_err().to_string();
+        assert!(
+            error.contains("bad.env: line 1 ")
+                && error.contains("SVC_ENV_FILE: ")
+                && error.contains("absent.env cannot be read")
+        );
+        assert!(!error.contains("hunter2"), "{error}");
+    }
+}
