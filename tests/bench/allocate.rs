@@ -318,7 +318,7 @@ impl Floor {
 
     async fn commits(&self, count: usize) -> anyhow::Result<()> {
         const STEP: &str = "WITH step AS (UPDATE floor_entity SET version = version + 1, body = $2 WHERE id = $1 RETURNING version), \
-                            told AS (INSERT INTO floor_outbox (id, event) VALUES ($3, $2)) \
+                            event AS (INSERT INTO floor_outbox (id, event) VALUES ($3, $2)) \
                             INSERT INTO floor_history (entity, version, why) SELECT $1, version, 'a step' FROM step";
         let id = Uuid::new_v4();
         let body = json!({ "state": "provisioning", "padding": "x".repeat(800) });

@@ -14,8 +14,9 @@ use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use supervisors::dev::agents::FILES;
 use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, cpu_time, programs, rounded};
-use tests::cluster::{GPUS, TestCluster};
+use tests::cluster::{GPU_MEMORY_MIB, GPU_MODEL, GPUS, TestCluster};
 
 const SKU: &str = "h100";
 const AIM_PERCENT: f64 = 0.5;
@@ -84,12 +85,17 @@ impl ProbedAgent {
         let bundle = cluster.bundle(&node).await;
         fake_nvml::install(folder)?;
         let machine = folder.join("machine.json");
-        FakeMachine::with_gpus(GPUS).write(&machine)?;
+        // As the SKU promises them: the node would not be active otherwise.
+        let mut gpus = FakeMachine::with_gpus(GPUS);
+        for gpu in &mut gpus.gpus {
+            gpu.name = format!("NVIDIA {GPU_MODEL}");
+            gpu.memory_mib = GPU_MEMORY_MIB;
+        }
+        gpus.write(&machine)?;
         let log = folder.join("kmsg");
         nix::unistd::mkfifo(&log, Mode::from_bits_truncate(0o600))?;
         let kernel_log = File::options().read(true).write(true).custom_flags(nix::libc::O_NONBLOCK).open(&log)?;
-        let env_file = folder.join("agent.env");
-        std::fs::write(&env_file, bundle.to_env_file()?)?;
+        std::fs::write(folder.join("agent.env"), bundle.to_env_file()?)?;
         let mut command = Command::new(binaries.join("gpuaas-agent"));
         // The sandbox executor does not run as root.
         if let Some(nobody) =
@@ -101,11 +107,10 @@ impl ProbedAgent {
             }
             command.args(["--user", "nobody"]);
         }
+        for (flag, file) in FILES {
+            command.arg(flag).arg(folder.join(file));
+        }
         let agent = command
-            .arg("--env-file")
-            .arg(&env_file)
-            .arg("--state-dir")
-            .arg(folder.join("state"))
             .arg("--kernel-log")
             .arg(&log)
             .env("LD_LIBRARY_PATH", folder)
@@ -118,11 +123,18 @@ impl ProbedAgent {
         Ok(this)
     }
 
-    /// The agent's child that calls the library.
+    /// The agent's child that calls the library. Not every kernel lists the children of a process.
     fn probe_process(&self) -> anyhow::Result<u32> {
-        let children = format!("/proc/{0}/task/{0}/children", self.agent.id());
-        let all = std::fs::read_to_string(&children).context(children)?;
-        all.split_whitespace().next().and_then(|pid| pid.parse().ok()).context("the agent has no probe process")
+        let pids = std::fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        pids.into_iter().find(|pid| self.is_probe(*pid)).context("the agent has no probe process")
+    }
+
+    fn is_probe(&self, pid: u32) -> bool {
+        let file = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let stat = file("stat");
+        // After the program's name, which may contain anything: the state, then the parent.
+        let parent = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(1)?.parse().ok());
+        parent == Some(self.agent.id()) && file("cmdline").split('\0').any(|argument| argument == "--gpu-probe")
     }
 
     /// Writes ordinary lines to the kernel's log for this time.

@@ -4,8 +4,8 @@
 
 use anyhow::{Context, ensure};
 use futures::future::try_join_all;
-use local_servers::files;
 use local_servers::pki::Authority;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch, free_port};
 use reqwest::Method;
 use serde_json::json;
@@ -186,6 +186,6 @@ fn configuration(
 fn program() -> anyhow::Result<PathBuf> {
     let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map(PathBuf::from);
     let own = tools.map(|tools| tools.join("debian/usr/sbin/nginx"));
-    let found = files::find_programs("nginx").into_iter().chain(own).find(|path| path.is_file());
+    let found = private_files::find_programs("nginx").into_iter().chain(own).find(|path| path.is_file());
     found.context("there is no nginx: deploy/bench and `deploy/test --tools` install it")
 }

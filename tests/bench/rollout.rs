@@ -1,6 +1,7 @@
-//! A rollout over 1,000 simulated agents: from its order to its end, with a canary and waves. The aim is 2 minutes, and no node is offline. The
-//! baseline, in the same run and with the same agents, is a client that orders the same updates one after the other through the API, without
-//! waiting for any, and then waits for the last: nothing bounds how many are under update at once.
+//! A rollout over 1,000 simulated agents: from its order to its end, with a canary and waves, each of which is watched for a second:
+//! without that time there are no waves. The aim is 2 minutes, and no node is offline. The baseline, in the same run and with the same
+//! agents, is a client that orders the same updates one after the other through the API, without waiting for any, and then waits for the
+//! last: nothing bounds how many are under update at once.
 //!
 //! An agent takes a tenth of a second for an update, as long as the heartbeat of a new process takes. `BENCH_NODES` sets another number of nodes.
 
@@ -18,6 +19,7 @@ use wire::bundle::BootstrapBundle;
 const NODES: usize = 1000;
 const MAX_UNAVAILABLE: usize = 50;
 const CANARIES: usize = 5;
+const SOAK_SECONDS: u64 = 1;
 const UPDATE_TAKES: Duration = Duration::from_millis(100);
 const AIM: Duration = Duration::from_secs(120);
 const SKU: &str = "rolled";
@@ -85,6 +87,7 @@ async fn measure(cluster: &mut TestCluster, nodes: usize) -> anyhow::Result<Benc
         .condition("nodes", nodes)
         .condition("max_unavailable", MAX_UNAVAILABLE)
         .condition("canaries", CANARIES)
+        .condition("soak_seconds", SOAK_SECONDS)
         .condition("update_takes_ms", rounded(UPDATE_TAKES.as_secs_f64() * 1000.0)))
 }
 
@@ -92,8 +95,8 @@ async fn measure(cluster: &mut TestCluster, nodes: usize) -> anyhow::Result<Benc
 async fn roll_out(cluster: &TestCluster, nodes: usize) -> anyhow::Result<Duration> {
     const PATH: &str = "/api/v1/admin/rollouts";
     let body = json!({
-        "digest": digest('a'), "canary": CANARIES, "max_unavailable": MAX_UNAVAILABLE, "selector": { "sku": SKU },
-        "reason": "a benchmark",
+        "digest": digest('a'), "canary": CANARIES, "max_unavailable": MAX_UNAVAILABLE, "soak_seconds": SOAK_SECONDS,
+        "selector": { "sku": SKU }, "reason": "a benchmark",
     });
     let begin = Instant::now();
     let created = cluster.admin.post(PATH, &body).await.created();

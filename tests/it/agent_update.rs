@@ -1,8 +1,12 @@
 //! The update of an agent that a package installed, on a Debian that systemd has booted.
 
+mod bad_versions;
+mod power_failure;
+
 use crate::agent_restart::{WRITER, expect_every_line_once, receive_for};
 use crate::external_tools::{root, tools};
-use local_servers::files;
+use agent_package::update::UpdateFolder;
+use local_servers::private_files;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -11,16 +15,24 @@ use tests::cluster::{GPU_MEMORY_MIB, NodeHandle, TestCluster};
 use tests::package_registry::{PASSWORD, PackageLayout, PackageRegistryServer, USER, release_key};
 use tests::systemd_container::{OTHERS_PORTS, SystemdContainer};
 use wire::PublicKey;
+use wire::package::Digest;
 
 const AGENT: &str = "gpuaas-agent.service";
-const SKU: &str = "h100x1";
-const ENDS_WITHIN: Duration = Duration::from_secs(120);
-/// An agent that finds itself too old for its control plane: a status after which its unit is not restarted outside of updates.
-const TOO_OLD: &str = "#!/bin/sh\nexit 6\n";
+pub(crate) const SKU: &str = "h100x1";
+const ENDS_WITHIN: Duration = Duration::from_secs(180);
+/// The time in which an updated agent has to prove itself, where it is to succeed.
+const PATIENT_COMMIT_SECONDS: u32 = 90;
+/// While this is there, the agent's unit does not start its program.
+const HOLD: &str = "/run/hold-the-agent";
+/// The agent of this version on the machine, with heartbeats of a protocol that no control plane speaks any more.
+fn too_old(version: Digest) -> String {
+    let program = format!("/opt/gpuaas/versions/{}/bin/gpuaas-agent", version.name());
+    format!("#!/bin/sh\nexec {program} \"$@\" --simulate-failure protocol\n")
+}
 
 /// A program that was built for this test, without its symbols.
 fn built(name: &str, folder: &Path) -> PathBuf {
-    let program = files::find_sibling(&std::env::current_exe().unwrap(), name).unwrap();
+    let program = private_files::find_sibling(&std::env::current_exe().unwrap(), name).unwrap();
     let to = folder.join(name);
     let done = std::process::Command::new("strip").arg("-o").arg(&to).arg(&program).status().unwrap();
     assert!(done.success());
@@ -28,7 +40,7 @@ fn built(name: &str, folder: &Path) -> PathBuf {
 }
 
 /// A package with this agent or the built one, the built finalizer, and nothing else that works.
-fn package(version: &str, agent: Option<&str>) -> PackageLayout {
+pub(crate) fn package(version: &str, agent: Option<&str>) -> PackageLayout {
     let folder = tempfile::tempdir().unwrap();
     let program = |name: &&str| match (*name, agent) {
         ("gpuaas-agent", None) | ("gpuaas-finalizer", _) => built(name, folder.path()),
@@ -45,7 +57,7 @@ fn written(folder: &Path, name: &str, script: &str) -> PathBuf {
     path
 }
 
-async fn cluster(registry: &PackageRegistryServer, digest: &str, folder: &Path) -> TestCluster {
+pub(crate) async fn cluster(registry: &PackageRegistryServer, digest: &str, folder: &Path) -> TestCluster {
     let account = folder.join("account");
     std::fs::write(&account, format!("{USER}:{}\n", PASSWORD.0)).unwrap();
     let settings = [
@@ -60,9 +72,9 @@ async fn cluster(registry: &PackageRegistryServer, digest: &str, folder: &Path) 
     settings.iter().fold(builder, |builder, (name, value)| builder.variable(name, value)).start().await
 }
 
-/// A machine on which the published package is installed, with one simulated GPU.
-async fn machine(cluster: &mut TestCluster) -> Option<(SystemdContainer, NodeHandle)> {
-    let installer = files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-installer").unwrap();
+/// A machine on which the published package is installed, with one simulated GPU and further flags of the agent.
+pub(crate) async fn machine(cluster: &mut TestCluster, flags: &str) -> Option<(SystemdContainer, NodeHandle)> {
+    let installer = private_files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-installer").unwrap();
     let container = SystemdContainer::start(&tools(), &[installer]).expect("the container starts")?;
     cluster.offer_sku(SKU, 1).await;
     let node = cluster.register(SKU).await;
@@ -72,7 +84,7 @@ async fn machine(cluster: &mut TestCluster) -> Option<(SystemdContainer, NodeHan
     container.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
     let start = format!(
         "[Service]\n{OTHERS_PORTS}\nExecStart=\nExecStart=/opt/gpuaas/current/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
-         --simulate-gpus 1 --gpu-memory-mib {GPU_MEMORY_MIB}\n"
+         --simulate-gpus 1 --gpu-memory-mib {GPU_MEMORY_MIB} {flags}\n"
     );
     container.write(&format!("/etc/systemd/system/{AGENT}.d/program.conf"), 0o644, start.as_bytes());
     container.run("gpuaas-installer --first-install");
@@ -104,23 +116,35 @@ async fn outcome(container: &SystemdContainer, node: &NodeHandle, digest: &str, 
     }
 }
 
+/// The program of the agent's process. The finalizer may restart the agent between the two questions: then they are asked again.
 fn program_in_use(container: &SystemdContainer) -> String {
-    let pid = container.property(AGENT, "MainPID");
-    container.run(&format!("readlink /proc/{pid}/exe")).trim().to_owned()
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let pid = container.property(AGENT, "MainPID");
+        let program = container.run(&format!("readlink /proc/{pid}/exe || true")).trim().to_owned();
+        if !program.is_empty() {
+            return program;
+        }
+        assert!(Instant::now() < until, "the agent does not run: {}", container.journal(AGENT));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_again() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let registry = PackageRegistryServer::start(&tools()).await;
-    let packages = [package("1.0.0", None), package("2.0.0", None), package("3.0.0", Some(TOO_OLD))];
-    for package in &packages {
+    let [first, second] = [package("1.0.0", None), package("2.0.0", None)];
+    let outdated = package("3.0.0", Some(&too_old(second.digest)));
+    let crashes = package("4.0.0", Some(bad_versions::CRASHES));
+    let hangs = package("5.0.0", Some(bad_versions::HANGS));
+    for package in [&first, &second, &outdated, &crashes, &hangs] {
         registry.push(package.folder.path()).await;
     }
-    let [first, second, bad] = packages.map(|package| package.digest);
+    let [first, second, outdated, crashes, hangs] =
+        [first, second, outdated, crashes, hangs].map(|package| package.digest);
     let folder = tempfile::tempdir().unwrap();
     let mut cluster = cluster(&registry, &first.to_string(), folder.path()).await;
-    let Some((container, node)) = machine(&mut cluster).await else { return cluster.shutdown().await };
+    let Some((mut container, node)) = machine(&mut cluster, "").await else { return cluster.shutdown().await };
     assert_eq!(node.get().await["agent"]["package_digest"], first.to_string());
     let allocation = cluster.rent(SKU, 1).await;
     allocation.expect_state("active").await;
@@ -130,23 +154,19 @@ async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_
     terminal.enter(WRITER).await;
     receive_for(&mut terminal, Duration::from_secs(1)).await;
 
+    // What succeeds waits no longer than it has to, and a busy machine may take longer than usual.
+    cluster.set_policy("node.update_commit_seconds", PATIENT_COMMIT_SECONDS).await;
     order(&cluster, &node, json!({ "digest": second, "reason": "a release" })).await;
     let updated = outcome(&container, &node, &second.to_string(), &mut terminal).await;
     assert_eq!(updated["agent_update"]["state"], "succeeded", "{updated} {}", container.journal(AGENT));
     assert_eq!(updated["agent"]["package_digest"], second.to_string());
     assert!(program_in_use(&container).contains(&second.name()));
 
-    // An agent that is too old: the terminal goes on, and the version of before is back.
-    order(&cluster, &node, json!({ "digest": bad, "reason": "a bad release" })).await;
-    let failed = outcome(&container, &node, &bad.to_string(), &mut terminal).await;
-    assert_eq!(failed["agent_update"]["error"]["code"], "rolled_back", "{failed}");
-    assert!(program_in_use(&container).contains(&second.name()));
-    assert!(container.journal(AGENT).contains("status=6"), "the bad agent was started: {}", container.journal(AGENT));
-    let starts = container.journal("gpuaas-finalizer.service").matches("rolled back to").count();
-    order(&cluster, &node, json!({ "digest": bad, "reason": "once more" })).await;
-    let refused = outcome(&container, &node, &bad.to_string(), &mut terminal).await;
-    assert_eq!(refused["agent_update"]["error"]["code"], "failed_before", "{refused}");
-    assert_eq!(container.journal("gpuaas-finalizer.service").matches("rolled back to").count(), starts);
+    // An agent that is too old: the terminal goes on, and the previous version is back.
+    cluster.set_policy("node.update_commit_seconds", bad_versions::COMMIT_SECONDS).await;
+    bad_versions::expect_rolled_back(&cluster, &container, &node, (second, outdated), &mut terminal).await;
+    let journal = container.journal(AGENT);
+    assert!(journal.contains("status=6") && journal.contains("does not support this agent's protocol"), "{journal}");
 
     let until = Instant::now() + Duration::from_secs(90);
     while !terminal.unread.iter().any(|message| message["type"] == "exit") {
@@ -160,7 +180,13 @@ async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_
     }
     assert_eq!(terminal.expect_control("exit").await["code"], 7);
     expect_every_line_once(&String::from_utf8_lossy(&terminal.shown), "shown");
-    // Nothing of the updates is left but the two versions, and the memory of the bad one.
+
+    let machine = (&container, &node);
+    bad_versions::expect_no_harm_to_a_tenant(&mut cluster, machine, &allocation, second, [crashes, hangs]).await;
+    let update = (second, first);
+    power_failure::expect_one_version_and_outcome(&mut cluster, &mut container, &node, &allocation, update).await;
+
+    // Nothing of the updates is left but the two versions, and the memory of the bad ones.
     assert_eq!(container.run("ls -A /opt/gpuaas/update | sort | tr '\\n' ' '").trim(), "failed.json last.json");
     assert_eq!(container.run(&format!("ls /run/systemd/system/{AGENT}.d 2>/dev/null | wc -l")).trim(), "0");
     cluster.shutdown().await;
@@ -177,12 +203,22 @@ async fn update_is_rolled_back_where_the_control_plane_is_down_throughout_and_fo
     let [first, second] = packages.map(|package| package.digest);
     let folder = tempfile::tempdir().unwrap();
     let mut cluster = cluster(&registry, &first.to_string(), folder.path()).await;
-    let Some((container, node)) = machine(&mut cluster).await else { return cluster.shutdown().await };
+    let Some((container, node)) = machine(&mut cluster, "").await else { return cluster.shutdown().await };
 
+    // The new agent waits until the control plane is down, else it may prove itself before.
+    let hold = format!("[Service]\nExecStartPre=/bin/sh -c 'while [ -e {HOLD} ]; do sleep 0.1; done'\n");
+    container.write(&format!("/etc/systemd/system/{AGENT}.d/hold.conf"), 0o644, hold.as_bytes());
+    container.run(&format!("systemctl daemon-reload; touch {HOLD}"));
     order(&cluster, &node, json!({ "digest": second, "reason": "a release" })).await;
     // The package comes through the control plane; the new agent is started after the record is written.
-    container.run("until [ -e /opt/gpuaas/update/record.json ]; do sleep 0.01; done");
+    let updates = UpdateFolder::of(&container.on_disk("/opt/gpuaas"));
+    let until = Instant::now() + ENDS_WITHIN;
+    while !updates.is_updating() {
+        assert!(Instant::now() < until, "the update does not begin: {}", container.journal(AGENT));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     cluster.kill9_replica(0);
+    container.run(&format!("rm {HOLD}"));
     let until = Instant::now() + ENDS_WITHIN;
     while !container.journal("gpuaas-finalizer.service").contains("rolled back to") {
         assert!(Instant::now() < until, "{}", container.journal("gpuaas-finalizer.service"));
@@ -195,6 +231,7 @@ async fn update_is_rolled_back_where_the_control_plane_is_down_throughout_and_fo
 
     order(&cluster, &node, json!({ "digest": second, "reason": "it is back" })).await;
     assert_eq!(ended(&cluster, &node).await["error"]["code"], "failed_before");
+    cluster.set_policy("node.update_commit_seconds", PATIENT_COMMIT_SECONDS).await;
     order(&cluster, &node, json!({ "digest": second, "force": true, "reason": "it is back" })).await;
     let updated = ended(&cluster, &node).await;
     assert_eq!(updated["state"], "succeeded", "{updated} {}", container.journal(AGENT));

@@ -1,5 +1,8 @@
 //! Failures of provisioning and release on a node, and how operators resolve them.
 
+use crate::alerts::executed_runbooks::follow;
+use crate::alerts::monitoring::{Monitoring, MonitoringOptions};
+use crate::docs_recipes::{REFRESH, followed};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -51,11 +54,13 @@ async fn allocation_that_is_not_provisioned_in_time_is_released_and_cleaned_up()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_release_is_retried_until_the_node_is_fenced_and_an_operator_lifts_the_fence() {
+    const STUCK_PAGE: &str = "runbooks/ops.provisioning.stuck.md";
     let mut cluster = two_attempts().await;
     let (node, allocation) = fence_node(&mut cluster).await;
 
     // The node takes no new tenant and gets no tasks; its agent logs why.
-    let refused = cluster.other_user.send_once(Method::POST, "/api/v1/allocations", Some(&allocation_request())).await;
+    let refused =
+        cluster.other_user.request_until_final(Method::POST, "/api/v1/allocations", Some(&allocation_request())).await;
     refused.expect_error(409, "insufficient_capacity");
     let seen = node.get().await;
     assert_eq!(seen["gpus_free"], 0, "{seen}");
@@ -64,21 +69,41 @@ async fn failed_release_is_retried_until_the_node_is_fenced_and_an_operator_lift
     let retry = format!("/api/v1/admin/allocations/{}/retry-release", allocation.id);
     cluster
         .user
-        .send_once(Method::POST, &retry, Some(&json!({ "reason": "please" })))
+        .request_until_final(Method::POST, &retry, Some(&json!({ "reason": "please" })))
         .await
         .expect_error(403, "forbidden");
-    cluster.admin.send_once(Method::POST, &retry, Some(&json!({}))).await.expect_error(400, "invalid_request");
+    cluster
+        .admin
+        .request_until_final(Method::POST, &retry, Some(&json!({})))
+        .await
+        .expect_error(400, "invalid_request");
     node.order("retire").await.expect_error(409, "node_in_use");
+
+    // An allocation that waits for an operator is past its deadline.
+    let options = MonitoringOptions { hurried: &["provisioning.yaml"], ..MonitoringOptions::default() };
+    let monitoring = Monitoring::start_with(&cluster, &options).await;
+    let alerts = &monitoring.alertmanager;
+    let stuck = alerts.expect("pager", "GPUAASEntitiesStuck", true).await;
+    let folder = followed(&cluster);
+    let seen = follow(folder.path(), &stuck, STUCK_PAGE, &["Look here"], "").await;
+    assert!(seen.contains(&allocation.id.to_string()), "the page shows the allocation: {seen}");
 
     cluster.restart_agent_with_flags(&node, &[]).await;
     cluster.admin.post(&retry, &json!({ "reason": "the machine was repaired" })).await.accepted();
     let released = allocation.expect_state("released").await;
+    let fixed = follow(folder.path(), &stuck, STUCK_PAGE, &["Afterwards"], "").await;
+    assert!(!fixed.contains(&allocation.id.to_string()), "{fixed}");
+    alerts.expect("pager", "GPUAASEntitiesStuck", false).await;
     assert!(released["failure"].is_null(), "{released}");
     let free = node.expect_all_free().await;
     assert_eq!(free["state"], "active", "{free}");
     let audited: Vec<_> = cluster.audit_of(allocation.id).await.into_iter().map(|(_, action, ..)| action).collect();
     assert!(audited.iter().any(|action| action == "allocations.retry_release"), "{audited:?}");
-    cluster.admin.send_once(Method::POST, &retry, Some(&json!({ "reason": "again" }))).await.expect_error_envelope();
+    cluster
+        .admin
+        .request_until_final(Method::POST, &retry, Some(&json!({ "reason": "again" })))
+        .await
+        .expect_error_envelope();
     cluster.shutdown().await;
 }
 
@@ -87,12 +112,17 @@ async fn forced_release_quarantines_the_node_until_its_clean_up_proof() {
     let mut cluster = two_attempts().await;
     let (node, allocation) = fence_node(&mut cluster).await;
     let force = format!("/api/v1/admin/allocations/{}/force-release", allocation.id);
-    cluster.admin.send_once(Method::POST, &force, Some(&json!({}))).await.expect_error(400, "invalid_request");
+    cluster
+        .admin
+        .request_until_final(Method::POST, &force, Some(&json!({})))
+        .await
+        .expect_error(400, "invalid_request");
     cluster.admin.post(&force, &json!({ "reason": "the tenant is gone for good" })).await.accepted();
     let released = allocation.expect_state("released").await;
     assert!(released.to_string().contains("forced"), "{released}");
     node.expect_state("quarantined").await;
-    let refused = cluster.other_user.send_once(Method::POST, "/api/v1/allocations", Some(&allocation_request())).await;
+    let refused =
+        cluster.other_user.request_until_final(Method::POST, "/api/v1/allocations", Some(&allocation_request())).await;
     refused.expect_error(409, "insufficient_capacity");
 
     // The node stays in quarantine until the proof.
@@ -122,6 +152,7 @@ async fn two_attempts() -> TestCluster {
     let mut cluster = TestCluster::builder()
         .policy("allocation.release_max_attempts", 2)
         .policy("allocation.release_backoff_max_seconds", 1)
+        .variable(REFRESH.0, REFRESH.1)
         .start()
         .await;
     cluster.allow_error("simulated_failure");

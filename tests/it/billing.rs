@@ -4,7 +4,7 @@ use futures::StreamExt as _;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tests::cluster::client::Client;
-use tests::cluster::{CURRENCY, REGION, TestCluster, TestClusterBuilder, id_of};
+use tests::cluster::{CURRENCY, REGION, TestCluster, TestClusterBuilder, WAIT_TIMEOUT, id_of};
 use uuid::Uuid;
 
 pub(crate) const BALANCE: &str = "/api/v1/billing/balance";
@@ -120,7 +120,8 @@ async fn expect_ledger_verified(cluster: &TestCluster) {
 
 /// The number of events of this subject in the stream.
 pub(crate) async fn count_events(cluster: &TestCluster, subject: &str) -> usize {
-    let context = async_nats::jetstream::new(cluster.bus().await);
+    let mut context = async_nats::jetstream::new(cluster.bus().await);
+    context.set_timeout(WAIT_TIMEOUT);
     let stream = context.get_stream("BILLING").await.expect("the stream is there");
     let mut subjects = stream.info_with_subjects(subject).await.expect("the stream tells its subjects");
     let mut count = 0;
@@ -183,13 +184,13 @@ async fn credit_is_charged_per_window_with_a_warning_until_depleted_and_renewed(
     let more = json!({ "amount_minor": 100, "currency": CURRENCY, "reason": "a test needs it" });
     let adjusted = cluster.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &more).await;
     assert_eq!(adjusted.created()["state"], "open");
-    let again = cluster.rent("dear", 8).await;
-    again.expect_state("active").await;
-    again.release().await;
-    let released = again.expect_state("released").await;
+    let repeated = cluster.rent("dear", 8).await;
+    repeated.expect_state("active").await;
+    repeated.release().await;
+    let released = repeated.expect_state("released").await;
     user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
     let all = expect_exact(&user).await;
-    assert_eq!(cost(&all, again.id), (expected_cost(&released, 8), 0));
+    assert_eq!(cost(&all, repeated.id), (expected_cost(&released, 8), 0));
     expect_statements(&user, &all).await;
     expect_ledger_verified(&cluster).await;
     cluster.shutdown().await;

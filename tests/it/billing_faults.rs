@@ -25,6 +25,19 @@ async fn windows(pool: &PgPool, allocation: Uuid) -> Vec<(DateTime<Utc>, DateTim
     rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect()
 }
 
+/// The windows once none was charged for a second, where one is charged each second: what was begun before is committed.
+async fn settled_windows(pool: &PgPool, allocation: Uuid) -> Vec<(DateTime<Utc>, DateTime<Utc>, i64)> {
+    let end = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let before = windows(pool, allocation).await;
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
+        if windows(pool, allocation).await == before {
+            return before;
+        }
+        assert!(Instant::now() < end, "it is charged all the time: {:?}", before.last());
+    }
+}
+
 async fn billed_until(pool: &PgPool, allocation: Uuid) -> DateTime<Utc> {
     windows(pool, allocation).await.last().expect("it was charged").1
 }
@@ -79,8 +92,7 @@ async fn charges_are_exact_after_replica_clocks_were_an_hour_ahead_and_behind() 
     // The clock is set back: nothing is charged until it has caught up.
     for ahead in [TimeDelta::zero(), TimeDelta::minutes(-59)] {
         clock.set_offset(ahead);
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        let before = windows(&cluster.pool, rented.id).await;
+        let before = settled_windows(&cluster.pool, rented.id).await;
         tokio::time::sleep(Duration::from_secs(3)).await;
         assert_eq!(windows(&cluster.pool, rented.id).await, before, "time does not run backwards");
     }
@@ -100,7 +112,7 @@ async fn postgres_clock_an_hour_ahead_and_behind_changes_no_amount() {
         let database_time: DateTime<Utc> =
             sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&cluster.pool).await.expect("it tells the time");
         assert!(
-            (database_time - Utc::now() - ahead).abs() < TimeDelta::seconds(10),
+            (database_time - Utc::now() - ahead).abs() < TimeDelta::minutes(2),
             "it does believe so: {database_time}"
         );
         wait_until_charged_beyond(&cluster, rented.id, Utc::now() + TimeDelta::seconds(2)).await;
@@ -158,26 +170,40 @@ async fn crash_at_any_step_of_accrual_charges_each_window_once() {
         .await
         .expect("it was charged");
     for step in CRASH_POINTS {
-        wait_until_charged_beyond(&cluster, rented.id, Utc::now() - TimeDelta::seconds(1)).await;
-        let mut held = match step.lock {
-            LockTarget::Table(name) => cluster.lock_table(name).await,
-            LockTarget::Account => cluster.lock_entity(account).await,
-        };
-        held.expect_blocked(step.blocked_statement).await;
-        let before = count_windows_under_lock(&mut held, rented.id, step).await;
-        cluster.kill9_replica(0);
-        held.unlock_after_crash(step.blocked_statement, step.fate).await;
-        let after = windows(&pool, rented.id).await.len();
-        match step.fate {
-            // At most one window was in flight when the table was locked.
-            StatementFate::ReadOnly => assert!(after <= before + 1, "{before} windows, and then {after}: {step:?}"),
-            StatementFate::RolledBack => assert_eq!(after, before, "what was cut off was not written"),
-            StatementFate::Committed => assert_eq!(after, before + 1, "it was committed without a response"),
+        let mut attempts = 0;
+        while !crash_at(&mut cluster, &rented, account, step).await {
+            attempts += 1;
+            assert!(attempts < 10, "no charge was committed without a response: {step:?}");
         }
-        cluster.restart_replica(0).await;
     }
     expect_paid_exactly(&cluster, &rented).await;
     cluster.shutdown().await;
+}
+
+/// Kills the replica at this step. False where the blocked write was no charge, or was given up before the lock was released.
+async fn crash_at(cluster: &mut TestCluster, rented: &AllocationHandle, account: Uuid, step: CrashPoint) -> bool {
+    let pool = cluster.pool.clone();
+    wait_until_charged_beyond(cluster, rented.id, Utc::now() - TimeDelta::seconds(1)).await;
+    let mut held = match step.lock {
+        LockTarget::Table(name) => cluster.lock_table(name).await,
+        LockTarget::Account => cluster.lock_entity(account).await,
+    };
+    held.expect_blocked(step.blocked_statement).await;
+    let before = count_windows_under_lock(&mut held, rented.id, step).await;
+    cluster.kill9_replica(0);
+    held.unlock_after_crash(step.blocked_statement, step.fate).await;
+    let after = windows(&pool, rented.id).await.len();
+    cluster.restart_replica(0).await;
+    // At most one window was in flight when the lock was taken.
+    assert!(after == before || after == before + 1, "{before} windows, and then {after}: {step:?}");
+    match step.fate {
+        StatementFate::ReadOnly => true,
+        StatementFate::RolledBack => {
+            assert_eq!(after, before, "what was cut off was not written");
+            true
+        }
+        StatementFate::Committed => after > before,
+    }
 }
 
 /// The number of charged windows, read by the connection with the lock.
@@ -208,9 +234,12 @@ async fn worker_that_was_down_for_a_day_charges_it_as_one_window() {
     cluster.replicas[0].start_again().await.expect("it starts a day later");
     wait_until_charged_beyond(&cluster, rented.id, Utc::now() + TimeDelta::hours(23)).await;
     let all = windows(&cluster.pool, rented.id).await;
-    let (from, to, amount) = all[before.len()];
-    assert_eq!(from, before.last().unwrap().1, "from where it had stopped");
-    assert!(to - from > TimeDelta::hours(23), "in one: {from} to {to}");
+    // A window that was charged at the end of the replica may be committed after this test has read them.
+    let later = &all[before.len()..];
+    let long = later.iter().position(|(from, to, _)| *to - *from > TimeDelta::hours(23));
+    let long = long.filter(|long| *long <= 1).unwrap_or_else(|| panic!("the day is not one window: {later:?}"));
+    let (from, to, amount) = later[long];
+    assert_eq!(from, all[before.len() + long - 1].1, "from where it had stopped");
     // Four GPUs at 250 an hour; a window carries the remainder of the previous one.
     let exactly = 1_000 * (to - from).num_microseconds().unwrap() / 3600;
     assert!((amount - exactly).abs() <= 1, "{amount} for {exactly}");
@@ -250,11 +279,18 @@ async fn twenty_allocations_that_deplete_the_balance_notify_once_and_the_rest_is
         rented.expect_state("active").await;
     }
     let user = cluster.user.clone();
-    let all_run = user.wait_until(BALANCE, "all are charged", |it| it["running"] == RUNNING).await;
-    let left = json!({
-        "amount_minor": 1_500 - all_run["balance_minor"].as_i64().unwrap(), "currency": CURRENCY, "reason": "a test needs it"
-    });
-    cluster.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &left).await.created();
+    user.wait_until(BALANCE, "all are charged", |it| it["running"] == RUNNING).await;
+    let path = format!("/api/v1/admin/billing/accounts/{account}/adjustments");
+    loop {
+        let balance = user.get(BALANCE).await.ok()["balance_minor"].as_i64().unwrap();
+        let left = json!({ "amount_minor": 1_500 - balance, "currency": CURRENCY, "reason": "a test needs it" });
+        let adjusted = cluster.admin.post(&path, &left).await;
+        // More was charged meanwhile than is to be left.
+        if adjusted.code() != "insufficient_balance" {
+            adjusted.created();
+            break;
+        }
+    }
 
     user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
     let all = expect_exact(&user).await;

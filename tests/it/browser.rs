@@ -1,11 +1,12 @@
 //! A real Chromium under the control of a test: npm's playwright-core, driven by lines of JSON (`tests/browser/driver.mjs`).
 
 use crate::external_tools::{chromium, installed};
+use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
-use tests::cluster::WAIT_TIMEOUT;
+use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
@@ -27,6 +28,8 @@ pub(crate) struct PageActivity {
     pub(crate) windows: u32,
     /// Every URL that was requested.
     pub(crate) asked: Vec<String>,
+    /// Everything that the console of the browser shows as an error or a warning, and answers of 500 and above.
+    pub(crate) messages: Vec<String>,
 }
 
 impl Browser {
@@ -45,6 +48,49 @@ impl Browser {
         let mut browser = Self { process, commands, answers };
         browser.answer().await.expect("the browser starts");
         browser
+    }
+
+    /// Goes on in this tab of this profile, which has cookies and storage of its own. Either is made where it is not there.
+    pub(crate) async fn go_to(&mut self, profile: &str, tab: &str) {
+        self.perform(json!({ "act": "goTo", "profile": profile, "tab": tab })).await;
+    }
+
+    /// The text in the window that a page has opened last; `None` once it is closed.
+    pub(crate) async fn popup_text(&mut self) -> Option<String> {
+        self.perform(json!({ "act": "popup" })).await.as_str().map(str::to_owned)
+    }
+
+    pub(crate) async fn double_click(&mut self, at: &str) {
+        self.perform(json!({ "act": "doubleClick", "at": at })).await;
+    }
+
+    /// The browser's way back in its history.
+    pub(crate) async fn back(&mut self) {
+        self.perform(json!({ "act": "back" })).await;
+    }
+
+    /// The profile's cookies, as `name=value`.
+    pub(crate) async fn cookies(&mut self) -> Vec<String> {
+        let cookies = self.perform(json!({ "act": "cookies" })).await;
+        let pair = |cookie: &Value| Some(format!("{}={}", cookie["name"].as_str()?, cookie["value"].as_str()?));
+        cookies.as_array().unwrap().iter().filter_map(pair).collect()
+    }
+
+    /// Logs this user in to the console of the cluster.
+    pub(crate) async fn log_in_to_console(&mut self, cluster: &TestCluster, username: &str) {
+        let password = cluster.identity.person(username).expect("the person can log in").password;
+        self.log_in_at(&format!("{}/console/", cluster.anonymous_client().base()), username, &password).await;
+    }
+
+    /// Logs this user in to the console at this address, by the identity provider's form.
+    pub(crate) async fn log_in_at(&mut self, console: &str, username: &str, password: &SecretString) {
+        self.open(console).await;
+        self.expect_text("main", "Log in").await;
+        self.click("main a.primary").await;
+        self.fill("input[name=username]", username).await;
+        self.fill("input[name=password]", password.expose_secret()).await;
+        self.click("button").await;
+        self.expect_text("h1", "Overview").await;
     }
 
     /// Opens the page at this URL and returns the status of the response.
@@ -66,6 +112,11 @@ impl Browser {
 
     pub(crate) async fn fill(&mut self, at: &str, text: &str) {
         self.perform(json!({ "act": "fill", "at": at, "text": text })).await;
+    }
+
+    /// Chooses the option with this text in a list.
+    pub(crate) async fn choose(&mut self, at: &str, option: &str) {
+        self.perform(json!({ "act": "choose", "at": at, "option": option })).await;
     }
 
     pub(crate) async fn click(&mut self, at: &str) {
@@ -148,7 +199,7 @@ impl Browser {
         assert!(ended.is_ok(), "the browser does not end");
     }
 
-    async fn perform(&mut self, act: Value) -> Value {
+    pub(crate) async fn perform(&mut self, act: Value) -> Value {
         self.commands.write_all(format!("{act}\n").as_bytes()).await.unwrap();
         self.answer().await.unwrap_or_else(|failed| panic!("{failed}"))
     }

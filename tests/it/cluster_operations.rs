@@ -16,10 +16,18 @@ async fn any_replica_shows_shards_and_queues_of_every_member_and_restarts_their_
     let tree = here
         .wait_until(TREE, "two members have all shards and have looked at their consumers", |tree| {
             let members = tree["members"].as_array().unwrap();
-            let lag = |member| {
-                ["node-events", "provisioning-events"].iter().all(|it| row(member, it)["queue"]["waiting"].is_u64())
+            let lag = |member: &Value| {
+                let is_known = |it: &&str| find_row(member, it).is_some_and(|row| row["queue"]["waiting"].is_u64());
+                ["node-events", "provisioning-events"].iter().all(is_known)
             };
-            members.len() == 2 && shards(tree).len() == 256 && members.iter().all(lag)
+            // A shard that is on its way is not open, and is counted at either end.
+            let is_settled = |member: &Value| {
+                member["shards"].as_u64() == member["owned_shards"].as_array().map(|it| it.len() as u64)
+            };
+            members.len() == 2
+                && shards(tree).len() == 256
+                && shards(tree).iter().all(|shard| shard["state"] == "open")
+                && members.iter().all(|member| lag(member) && is_settled(member))
         })
         .await;
     let shards: Vec<_> = shards(&tree);
@@ -87,16 +95,21 @@ fn member(tree: &Value, name: &str) -> Value {
 }
 
 fn row<'a>(member: &'a Value, worker: &str) -> &'a Value {
-    let found = member["workers"].as_array().expect("a member has workers").iter().find(|row| row["name"] == worker);
-    found.unwrap_or_else(|| panic!("{worker} is not in {member:#}"))
+    find_row(member, worker).unwrap_or_else(|| panic!("{worker} is not in {member:#}"))
 }
 
+fn find_row<'a>(member: &'a Value, worker: &str) -> Option<&'a Value> {
+    member["workers"].as_array().expect("a member has workers").iter().find(|row| row["name"] == worker)
+}
+
+/// `null` where the tree lacks the member, which may have answered late, or its worker.
 fn row_of(tree: &Value, name: &str, worker: &str) -> Value {
     let found = tree["members"].as_array().and_then(|members| members.iter().find(|member| member["name"] == name));
-    found.map_or(Value::Null, |member| row(member, worker).clone())
+    found.and_then(|member| find_row(member, worker)).cloned().unwrap_or_default()
 }
 
 async fn restarts(at: &Client, name: &str, worker: &str) -> u64 {
-    let tree = at.get(TREE).await.ok();
-    row_of(&tree, name, worker)["restarts"].as_u64().unwrap_or_else(|| panic!("{worker} of {name}: {tree:#}"))
+    let what = format!("{worker} of {name} is shown");
+    let tree = at.wait_until(TREE, &what, |tree| row_of(tree, name, worker)["restarts"].is_u64()).await;
+    row_of(&tree, name, worker)["restarts"].as_u64().expect("it is counted")
 }

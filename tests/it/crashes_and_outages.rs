@@ -92,7 +92,8 @@ async fn kill_after_step(
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_crash_between_effect_and_result_completes_the_task_once() {
     let mut cluster = TestCluster::start().await;
-    let node = cluster.node_with("h100", &["--simulate-provision-delay-ms", "700"]).await;
+    // Long enough for the two looks and the signal that precede the effect, on a machine that is busy.
+    let node = cluster.node_with("h100", &["--simulate-provision-delay-ms", "6000"]).await;
     let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("provisioning").await;
     let written = || journal_text(&cluster, &node).unwrap_or_default();
@@ -138,9 +139,12 @@ async fn agent_crash_during_the_effect_restarts_the_effect() {
 async fn saga_completes_after_a_nats_outage() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     let node = cluster.node_with("h100", &["--simulate-provision-delay-ms", "1000"]).await;
+    // The agent begins in the outage.
+    cluster.lose_agent(&node);
     let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("provisioning").await;
     cluster.nats.kill9();
+    cluster.resume_agent(&node);
     tokio::time::sleep(Duration::from_secs(4)).await;
     cluster.nats.start_again().await.unwrap();
     allocation.expect_state("active").await;
@@ -172,9 +176,12 @@ async fn single_replica_serves_without_nats() {
 async fn saga_completes_after_a_postgres_outage() {
     let mut cluster = TestCluster::builder().own_postgres().replicas(2).start().await;
     let node = cluster.node_with("h100", &["--simulate-provision-delay-ms", "1500"]).await;
+    // The agent begins in the outage.
+    cluster.lose_agent(&node);
     let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("provisioning").await;
     cluster.postgres.kill9().await;
+    cluster.resume_agent(&node);
     tokio::time::sleep(Duration::from_secs(2)).await;
     cluster.postgres.start_again().await;
     allocation.expect_state("active").await;
@@ -236,12 +243,20 @@ async fn node_without_heartbeats_goes_offline_keeps_its_allocation_and_returns()
     allocation.expect_state("active").await;
     cluster.lose_agent(&node);
     node.expect_state("offline").await;
-    assert_eq!(allocation.get().await["state"], "active", "silence alone releases nothing");
+    let is_warned = |it: &serde_json::Value| {
+        let message = it["health"]["message"].as_str().unwrap_or_default();
+        it["health"]["status"] == "warning" && message.contains("Its machine is offline")
+    };
+    let silent = cluster.user.wait_until(&allocation.path(), "its user is warned", is_warned).await;
+    assert_eq!(silent["state"], "active", "silence alone releases nothing: {silent}");
     let other = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1 });
-    let refused = cluster.other_user.send_once(reqwest::Method::POST, "/api/v1/allocations", Some(&other)).await;
+    let refused =
+        cluster.other_user.request_until_final(reqwest::Method::POST, "/api/v1/allocations", Some(&other)).await;
     refused.expect_error(409, "insufficient_capacity");
     cluster.resume_agent(&node);
     node.expect_state("active").await;
+    let is_well = |it: &serde_json::Value| it["health"].is_null();
+    cluster.user.wait_until(&allocation.path(), "the machine is in contact again", is_well).await;
     allocation.release().await;
     allocation.expect_state("released").await;
     cluster.shutdown().await;

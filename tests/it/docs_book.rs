@@ -147,7 +147,7 @@ fn every_file_that_a_chapter_includes_exists() {
     assert!(checked > 0, "no page includes a file");
 }
 
-/// The book's commands are run by `recipes.rs`; the README's are among them.
+/// The book's commands are run by `docs_recipes.rs`; the README's are among them.
 #[test]
 fn every_command_of_the_readme_is_a_command_of_the_book() {
     let texts: Vec<String> = pages(Path::new(BOOK)).iter().map(|page| read(page)).collect();

@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 use supervisors::dev::environment::EnvironmentFile;
+use tests::cluster::TestCluster;
 use tests::cluster::gpuctl::PtySession;
 use tests::cluster::updatable_agent::{UpdatableFleet, digest};
-use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 use tokio::process::Command;
 
 /// A recipe: a page of the book and a heading of it. The shell code below the heading, up to the next one, is the recipe's.
-type Recipe = (&'static str, &'static str);
+pub(crate) type Recipe = (&'static str, &'static str);
 
 const BY_HAND: [Recipe; 4] = [
     ("start/first-rental.md", "Prepare a shell"),
@@ -44,6 +44,7 @@ const BY_COMMAND_LINE: [Recipe; 6] = [
 ];
 const ROLLING_OUT: [Recipe; 2] =
     [("operator/updates.md", "Roll out an update"), ("operator/updates.md", "Pause, resume, abort")];
+const HELD_NODES: [Recipe; 1] = [("operator/updates.md", "Nodes in quarantine")];
 const PAYING: [Recipe; 2] = [("user/login.md", "Log in"), ("user/billing.md", "Pay in a development environment")];
 
 /// What `deploy/up` gives its replicas, and tells in `.dev/env`.
@@ -51,14 +52,16 @@ pub(crate) const REFRESH: (&str, &str) =
     ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
 
 /// As long as all of it may take.
-const WITHIN: Duration = Duration::from_secs(300);
+const WITHIN: Duration = Duration::from_secs(450);
+/// The final checks, which wait themselves, and the ends of three replicas, one after the other.
+const ENDS_WITHIN: Duration = Duration::from_secs(180);
 
 fn checkout() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
 /// The shell code of a recipe.
-fn recipe((page, title): Recipe) -> String {
+pub(crate) fn recipe((page, title): Recipe) -> String {
     let text = fs::read_to_string(checkout().join("deploy/docs/src").join(page)).unwrap();
     let mut lines = text.lines().skip_while(|line| line.strip_prefix("## ") != Some(title));
     assert!(lines.next().is_some(), "{page} has no heading {title:?}");
@@ -73,6 +76,14 @@ fn recipe((page, title): Recipe) -> String {
     }
     assert!(!code.is_empty(), "{page} has no commands under {title:?}");
     code
+}
+
+/// The README's commands that make and add an SSH key.
+fn key_of_the_readme() -> String {
+    let text = fs::read_to_string(checkout().join("README.md")).unwrap();
+    let lines: Vec<&str> = text.lines().filter(|line| line.contains(".dev/run/gpuctl")).collect();
+    assert_eq!(lines.len(), 3, "{lines:?}");
+    lines.join("\n")
 }
 
 /// Recipes one after the other, each under its page and title.
@@ -114,8 +125,8 @@ pub(crate) async fn transcript(script: &str, folder: &Path) -> (bool, String) {
     // Logins of a recipe lie beside it.
     shell.env("XDG_CONFIG_HOME", folder);
     let log = folder.join("transcript");
-    let said = fs::File::create(&log).unwrap();
-    shell.stdout(said.try_clone().unwrap()).stderr(said);
+    let output = fs::File::create(&log).unwrap();
+    shell.stdout(output.try_clone().unwrap()).stderr(output);
     let ended = tokio::time::timeout(WITHIN, shell.status()).await;
     (ended.is_ok_and(|ended| ended.unwrap().success()), fs::read_to_string(&log).unwrap())
 }
@@ -163,21 +174,25 @@ async fn the_operators_recipes_hold_word_by_word() {
     expect_no_failure(&transcript);
     let moved = fs::read_to_string(folder.path().join(".dev/run/by-hand/agent.env")).unwrap();
     assert!(moved.contains(&format!("SVC_API_URL='https://{port}'")), "it polls through the proxy");
-    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+    tokio::time::timeout(ENDS_WITHIN, cluster.shutdown()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_sees_it_again_and_comes_in_by_ssh() {
+async fn user_rents_resumes_a_terminal_after_a_replica_died_and_logs_in_by_ssh() {
     let mut cluster = TestCluster::builder().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
     // Without root there is no SSH login: the script says so and leaves this out.
     let Some(mut door) = SshNode::open(&mut cluster).await else { return cluster.shutdown().await };
-    // The agent reports the host key with its first message.
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    // The agent reports the host key with its first message, which no answer of the API shows.
+    tokio::time::sleep(Duration::from_secs(5)).await;
     let folder = followed(&cluster);
-    let script = format!("set -eu\n{}echo all''followed\n", recipes(&BY_COMMAND_LINE));
+    // The README's block and the book's are followed one after the other.
+    let (log_in, rest) = BY_COMMAND_LINE.split_at(1);
+    let (log_in, key, rest) = (recipes(log_in), key_of_the_readme(), recipes(rest));
+    let script = format!("set -eu\n{log_in}{key}\n{rest}echo all''followed\n");
     let home = folder.path().display().to_string();
     let mut screen = PtySession::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);
 
+    screen.expect_output("--- user/renting.md").await;
     screen.expect_output("--- user/terminals.md").await;
     screen.expect_output("is recorded by the service (policy terminal.recording_enabled, mode best-effort)").await;
     screen.enter("PS1='ready> '; stty -echo; echo it is $((6 * 7)) for $USER\r").await;
@@ -215,7 +230,7 @@ async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_s
     assert!(went_well && came_in, "{transcript}");
     expect_no_failure(&transcript);
     assert!(door.machine.stop_agent().is_some_and(|status| status.success()));
-    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+    tokio::time::timeout(ENDS_WITHIN, cluster.shutdown()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -230,7 +245,7 @@ async fn by_command_line_a_user_pays_in_and_has_a_part_of_it_back() {
     assert_eq!(cluster.balance_micro().await, 1_500_000_000);
     let secret = cluster.processor_client().all("payment_intents").await[0]["client_secret"].clone();
     cluster.register_secret("a client secret", secret.as_str().unwrap());
-    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+    tokio::time::timeout(ENDS_WITHIN, cluster.shutdown()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -250,7 +265,11 @@ async fn by_command_line_an_operator_rolls_out_an_update_pauses_it_resumes_it_an
     let is_aborted = |list: &serde_json::Value| list["items"][0]["state"] == "aborted";
     let list = cluster.admin.wait_until("/api/v1/admin/rollouts", "it is aborted", is_aborted).await;
     assert!(list["items"][0]["updated"].as_u64() < Some(2), "no more than the canary: {list}");
-    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+
+    let script = format!("set -eu\n{given}\n{}", recipes(&HELD_NODES));
+    let (went_well, transcript) = self::transcript(&script, folder.path()).await;
+    assert!(went_well && transcript.contains("with held nodes"), "{transcript}");
+    tokio::time::timeout(ENDS_WITHIN, cluster.shutdown()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -261,17 +280,20 @@ async fn printed_address_and_token_open_a_terminal_in_a_browser() {
     let script = format!("trap 'kill \"$agent\"' EXIT\n{}read -r _\n", recipes(&names));
     let home = folder.path().display().to_string();
     let mut screen = PtySession::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);
-    screen.expect_output("token:   ey").await;
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    screen.read_output(Duration::from_millis(200)).await;
+    // Each part has its time.
+    for (page, title) in &names {
+        screen.expect_output(&format!("--- {page}: {title}")).await;
+    }
+    let is_whole = |shown: &str| shown.rsplit_once("token:   ey").is_some_and(|(_, rest)| rest.contains('\n'));
+    screen.wait_for("the line of the token", is_whole).await;
     let text = screen.text();
-    let said = |name: &str| {
+    let printed = |name: &str| {
         let line = text.lines().rev().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} {text}"));
         line[name.len()..].trim().to_owned()
     };
     let mut browser = Browser::start(&[]).await;
-    assert_eq!(browser.open(&said("address:")).await, 200);
-    browser.fill("#token", &said("token:")).await;
+    assert_eq!(browser.open(&printed("address:")).await, 200);
+    browser.fill("#token", &printed("token:")).await;
     browser.click("#sign-in button").await;
     browser.expect_text("#state", "Connected").await;
     browser.enter("echo it is $((6 * 7))").await;
@@ -279,5 +301,5 @@ async fn printed_address_and_token_open_a_terminal_in_a_browser() {
     browser.close().await;
     screen.enter("\r").await;
     assert!(screen.wait_for_exit().await.success(), "{}", screen.text());
-    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+    tokio::time::timeout(ENDS_WITHIN, cluster.shutdown()).await.unwrap();
 }

@@ -3,10 +3,10 @@
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, KeyPair, SanType};
 use reqwest::Method;
 use serde_json::json;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tests::cluster::client::{ApiResponse, send_request};
 use tests::cluster::fake_agent::{EnrollmentAttempt, FakeAgent, anonymous};
-use tests::cluster::{GPUS, TestCluster};
+use tests::cluster::{GPUS, TestCluster, WAIT_TIMEOUT};
 
 /// A certificate request with an RSA key of 1024 bits, made with OpenSSL.
 const WEAK_CSR: &str = "-----BEGIN CERTIFICATE REQUEST-----
@@ -20,6 +20,8 @@ KplWLjF5uCYuvF37UXLzuyiX4q7cXBs+WdhI0OkHR8R9gguPudpWtKfYPQVdolvY
 Ai8=
 -----END CERTIFICATE REQUEST-----
 ";
+
+const SHORT_WAIT: &str = "tasks/wait?timeout_seconds=1";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_enrolls_one_agent_of_its_node_once_and_before_it_expires() {
@@ -167,7 +169,7 @@ async fn certificate_authenticates_its_node_alone_and_not_after_the_removal() {
 
     // At another node's path, on a live connection and on resumed ones; the other node is not affected.
     let resuming = agent.client_without_pool();
-    for path in ["tasks/wait?timeout_seconds=1", "heartbeat"] {
+    for path in [SHORT_WAIT, "heartbeat"] {
         let method = if path == "heartbeat" { Method::POST } else { Method::GET };
         for _ in 0..2 {
             let request = agent.request_with(&resuming, other.id, method.clone(), path).json(&json!({}));
@@ -175,7 +177,7 @@ async fn certificate_authenticates_its_node_alone_and_not_after_the_removal() {
         }
     }
     let bare = anonymous(&of_one);
-    let request = agent.request_with(&bare, one.id, Method::GET, "tasks/wait?timeout_seconds=1");
+    let request = agent.request_with(&bare, one.id, Method::GET, SHORT_WAIT);
     expect_reason(&send_request(request).await.unwrap(), "certificate_missing");
 
     // A pending poll ends when its node is removed, and nothing is served after the response: not on the connection that
@@ -185,16 +187,17 @@ async fn certificate_authenticates_its_node_alone_and_not_after_the_removal() {
     one.order("retire").await.accepted();
     one.order("remove").await.accepted();
     one.expect_state("removed").await;
-    let (ended, agent) = tokio::time::timeout(Duration::from_secs(10), parked).await.expect("the poll ends").unwrap();
+    // A poll that ended by itself would have another answer.
+    let (ended, agent) = tokio::time::timeout(WAIT_TIMEOUT, parked).await.expect("the poll ends").unwrap();
     if let Ok(answer) = ended {
         expect_reason(&answer, "node_removed");
     }
     for _ in 0..4 {
         for http in [&resuming, &agent.client_without_pool()] {
-            let request = agent.request_with(http, one.id, Method::GET, "tasks/wait?timeout_seconds=1");
+            let request = agent.request_with(http, one.id, Method::GET, SHORT_WAIT);
             expect_reason(&send_request(request).await.unwrap(), "node_removed");
         }
-        expect_reason(&agent.poll(1).await.unwrap(), "node_removed");
+        expect_reason(&agent.send(Method::GET, SHORT_WAIT, None).await, "node_removed");
     }
     expect_reason(&agent.heartbeat().await, "node_removed");
     let (enrollment, _) = EnrollmentAttempt::valid(&of_one, GPUS);
@@ -208,12 +211,15 @@ async fn certificate_authenticates_its_node_alone_and_not_after_the_removal() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_certificate_is_refused_on_live_and_resumed_connections() {
-    let mut cluster = TestCluster::builder().policy("node.certificate_ttl_seconds", 30).start().await;
+    /// Of a certificate: the requests before its end have to come in time on a busy machine.
+    const LIFE: Duration = Duration::from_secs(40);
+    let mut cluster = TestCluster::builder().policy("node.certificate_ttl_seconds", LIFE.as_secs()).start().await;
     let node = cluster.register("h100").await;
     let bundle = cluster.bundle(&node).await;
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
+    let enrolled_at = Instant::now();
     let resuming = agent.client_without_pool();
-    let wait = || agent.request_with(&resuming, node.id, Method::GET, "tasks/wait?timeout_seconds=1");
+    let wait = || agent.request_with(&resuming, node.id, Method::GET, SHORT_WAIT);
     assert_eq!(send_request(wait()).await.unwrap().status.as_u16(), 204, "its session can be resumed from here on");
     // The renewed certificate is valid; the old one is until it expires.
     let (enrollment, _) = EnrollmentAttempt::valid(&bundle, GPUS);
@@ -225,16 +231,16 @@ async fn expired_certificate_is_refused_on_live_and_resumed_connections() {
         agent.send(Method::POST, "certificate/renew", Some(&json!({ "csr_pem": longer.csr_pem }))).await.ok();
     assert_ne!(renewed["not_after"], longer_lived["not_after"]);
     // The connection is used, so that it is open when the certificate expires.
-    for _ in 0..15 {
+    while enrolled_at.elapsed() < LIFE + Duration::from_secs(2) {
         tokio::time::sleep(Duration::from_secs(2)).await;
         let _ = agent.heartbeat().await;
     }
     expect_reason(&agent.heartbeat().await, "certificate_expired");
-    expect_reason(&agent.poll(1).await.unwrap(), "certificate_expired");
+    expect_reason(&agent.send(Method::GET, SHORT_WAIT, None).await, "certificate_expired");
     // A resumed session does not verify the certificate again; a full handshake is refused before there is a request.
     expect_no_access(send_request(wait()).await);
     let fresh = agent.client_without_pool();
-    let asked = agent.request_with(&fresh, node.id, Method::GET, "tasks/wait?timeout_seconds=1");
+    let asked = agent.request_with(&fresh, node.id, Method::GET, SHORT_WAIT);
     expect_no_access(send_request(asked).await);
     let lives = FakeAgent::with_identity(&longer, &longer_key, &longer_lived);
     lives.heartbeat().await.ok();

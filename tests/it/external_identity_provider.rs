@@ -2,6 +2,7 @@
 //! code with PKCE (RFC 7636), driven as a browser would, access tokens as JSON Web Tokens for a named resource (RFC 8707), claims
 //! in other places than Keycloak has them.
 
+use crate::browser::Browser as Chromium;
 use crate::external_tools::installed;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -21,6 +22,8 @@ use uuid::Uuid;
 /// The resource identifier of the control plane.
 const AUDIENCE: &str = "https://gpu.example/api";
 const REDIRECT_URI: &str = "http://127.0.0.1/back";
+/// The address of the console, as the provider knows it (`tests/oidc-provider/server.mjs`).
+const CONSOLE: &str = "https://console.example";
 
 /// The process of the provider.
 struct ExternalProvider {
@@ -36,7 +39,6 @@ impl ExternalProvider {
             .arg(installed)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
             .kill_on_drop(true)
             .spawn()
             .expect("node starts");
@@ -143,6 +145,14 @@ impl Browser {
         }
     }
 
+    /// Submits form after form, until it is redirected back.
+    async fn expect_redirect(&mut self, begin: Url, login: &str, back: &str) -> Url {
+        match self.submit_forms(begin, login, back).await {
+            LoginOutcome::Redirected(url) => url,
+            LoginOutcome::Page(page) => panic!("no form that asks for anything: {page}"),
+        }
+    }
+
     /// Submits form after form, until it is redirected back or there are no more forms.
     async fn submit_forms(&mut self, begin: Url, login: &str, back: &str) -> LoginOutcome {
         let mut at = begin;
@@ -195,6 +205,11 @@ fn attribute<'a>(page: &'a str, name: &str) -> &'a str {
 
 /// A cluster whose second replica trusts the external provider; the first trusts the cluster's own, which the set-up needs.
 async fn start_cluster(foreign: &ExternalProvider) -> TestCluster {
+    start_cluster_with(foreign, &[]).await
+}
+
+/// The same, with more variables of the second replica.
+async fn start_cluster_with(foreign: &ExternalProvider, more: &[(&str, &str)]) -> TestCluster {
     let variables = [
         ("SVC_OIDC_ISSUER", foreign.issuer.as_str()),
         ("SVC_OIDC_AUDIENCE", AUDIENCE),
@@ -206,6 +221,7 @@ async fn start_cluster(foreign: &ExternalProvider) -> TestCluster {
     ];
     let builder = variables
         .iter()
+        .chain(more)
         .fold(TestCluster::builder().replicas(2), |builder, (name, value)| builder.variable_of(1, name, value));
     let mut cluster = builder.start().await;
     cluster.admin = cluster.at_replica(0, "admin");
@@ -247,8 +263,105 @@ async fn external_identity_provider_logs_users_in() {
     cluster.shutdown().await;
 }
 
+/// The same, where the second replica serves the console.
+async fn start_with_console(foreign: &ExternalProvider) -> TestCluster {
+    let settings = [
+        ("SVC_PUBLIC_URL", CONSOLE),
+        ("SVC_OIDC_CONSOLE_CLIENT_ID", "console"),
+        ("SVC_OIDC_CONSOLE_CLIENT_SECRET", "a secret of one test, long enough for any of them"),
+        ("SVC_OIDC_CONSOLE_SCOPE", "openid gpu"),
+        ("SVC_OIDC_CONSOLE_RESOURCE", AUDIENCE),
+    ];
+    start_cluster_with(foreign, &settings).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn external_identity_provider_logs_users_in_to_the_console() {
+    let foreign = ExternalProvider::start().await;
+    let mut cluster = start_with_console(&foreign).await;
+    let at = cluster.replicas[1].public_url();
+    let console = Client::new(cluster.authority.certificate_path(), &at, None);
+    // Redirects are not followed: the next one is the provider's.
+    let authority = std::fs::read(cluster.authority.certificate_path()).unwrap();
+    let http = reqwest::Client::builder()
+        .tls_certs_only(reqwest::Certificate::from_pem_bundle(&authority).unwrap())
+        .redirect(redirect::Policy::none())
+        .build()
+        .unwrap();
+    let cookie_of = |answer: &Response, name: &str| {
+        let mut lines = answer.headers().get_all(SET_COOKIE).iter().map(|line| line.to_str().unwrap().to_owned());
+        let line = lines.find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no cookie {name}"));
+        line.split(';').next().unwrap().to_owned()
+    };
+    let begun = http.get(format!("{at}/console/login?return_to=/console/nodes")).send().await.unwrap();
+    let provider = Url::parse(begun.headers()[LOCATION].to_str().unwrap()).unwrap();
+    let mut browser = Browser::default();
+    let back = browser.expect_redirect(provider, "ann", CONSOLE).await;
+    let back = back.as_str().replacen(CONSOLE, &at, 1);
+    let done = http.get(back).header(COOKIE, cookie_of(&begun, "__Host-gpuaas-login")).send().await.unwrap();
+    assert_eq!((done.status().as_u16(), done.headers()[LOCATION].to_str().unwrap()), (303, "/console/nodes"));
+    let cookie = cookie_of(&done, "__Host-gpuaas-session");
+    let me = console.by_cookie(&cookie, CONSOLE).get("/api/v1/me").await.ok();
+    assert_eq!((&me["user_id"], &me["org_id"]), (&"foreign:ann".into(), &"acme".into()), "{me}");
+    cluster.register_secret("the cookie of a login", cookie.split_once('=').unwrap().1);
+
+    // The logout leads to the provider, which knows its user by the ID token, and back.
+    let page =
+        |request: reqwest::RequestBuilder| request.header("origin", CONSOLE).header("sec-fetch-site", "same-origin");
+    let ended = page(http.post(format!("{at}/console/logout"))).header(COOKIE, &cookie).send().await.unwrap();
+    let pending = cookie_of(&ended, "__Host-gpuaas-logout");
+    let answered: Value = serde_json::from_str(&ended.text().await.unwrap()).unwrap();
+    assert_eq!(answered, serde_json::json!({ "logout_url": "/console/logout" }));
+    let navigation = page(http.get(format!("{at}/console/logout"))).header(COOKIE, &pending);
+    let gone =
+        navigation.header("sec-fetch-mode", "navigate").header("sec-fetch-dest", "document").send().await.unwrap();
+    let logout = Url::parse(gone.headers()[LOCATION].to_str().unwrap()).unwrap();
+    let hint = logout.query_pairs().find(|(name, _)| name == "id_token_hint").expect("a hint").1.into_owned();
+    cluster.register_secret("an ID token of the foreign provider", &hint);
+    let back = browser.expect_redirect(logout, "ann", CONSOLE).await;
+    assert_eq!(back.as_str(), format!("{CONSOLE}/console/"));
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn browser_logs_in_at_the_external_provider_and_its_logout_ends_the_login_there() {
+    let foreign = ExternalProvider::start().await;
+    let mut cluster = start_with_console(&foreign).await;
+    let port = Url::parse(&cluster.replicas[1].public_url()).unwrap().port().unwrap();
+    // The provider's pages name a font elsewhere, which is refused at once.
+    let hosts = format!("MAP console.example:443 127.0.0.1:{port},MAP fonts.googleapis.com 127.0.0.1:1");
+    let mut browser = Chromium::start(&[format!("--host-resolver-rules={hosts}")]).await;
+
+    browser.open(&format!("{CONSOLE}/console/")).await;
+    browser.expect_text("main", "Log in").await;
+    browser.click("main a.primary").await;
+    browser.fill("input[name=login]", "ann").await;
+    browser.fill("input[name=password]", "any").await;
+    browser.click("button[type=submit]").await;
+    browser.expect_text("button[type=submit]", "Continue").await;
+    browser.click("button[type=submit]").await;
+    browser.expect_text("h1", "Overview").await;
+    let cookies = browser.cookies().await;
+    let session = cookies.iter().find_map(|cookie| cookie.strip_prefix("__Host-gpuaas-session="));
+    cluster.register_secret("the cookie of a login", session.expect("a session's cookie"));
+
+    // Without the provider's own session, its form asks for the password.
+    browser.click("text=Log out").await;
+    browser.expect_text("button[value=yes]", "sign me out").await;
+    browser.click("button[value=yes]").await;
+    browser.expect_text("main", "Log in").await;
+    assert!(browser.url().await.starts_with(&format!("{CONSOLE}/console/")), "{}", browser.url().await);
+    browser.click("main a.primary").await;
+    browser.fill("input[name=password]", "any").await;
+
+    let activity = browser.activity().await;
+    assert!(activity.dialogs.is_empty(), "{activity:?}");
+    browser.close().await;
+    cluster.shutdown().await;
+}
+
 /// Reads the output of `gpuctl login` until it prints the URL to open.
-async fn read_login_url(child: &mut Child) -> Url {
+pub(crate) async fn read_login_url(child: &mut Child) -> Url {
     let mut output = BufReader::new(child.stderr.take().expect("it speaks")).lines();
     let url = loop {
         let line = output.next_line().await.unwrap().expect("it says where to log in");
@@ -270,9 +383,9 @@ async fn gpuctl_logs_in_by_browser_and_by_device_code_and_renews_its_token() {
         .with("SVC_CLIENT_ID", "gpuctl")
         .without("SVC_CLIENT_SECRET");
     let asks = ["--resource", AUDIENCE, "--scope", "openid", "--scope", "offline_access", "--scope", "gpu"];
-    let kept = gpuctl.folder().join("default.json");
+    let stored = gpuctl.folder().join("default.json");
     let token = || {
-        let login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
+        let login: Value = serde_json::from_slice(&std::fs::read(&stored).unwrap()).unwrap();
         login["access_token"].as_str().unwrap().to_owned()
     };
     for way in [&["login", "--browser", "--no-open"][..], &["login", "--device"]] {

@@ -4,8 +4,22 @@ use async_nats::jetstream::{self, Message};
 use futures::StreamExt;
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::time::Duration;
-use tests::cluster::TestCluster;
+use std::time::{Duration, Instant};
+use tests::cluster::{TestCluster, WAIT_TIMEOUT};
+
+/// What a rental publishes.
+const PUBLISHED: [&str; 10] = [
+    "sku.state_changed",
+    "node.state_changed",
+    "provisioning.requested",
+    "node.devices_reserved",
+    "provisioning.started",
+    "node.tenant_ready",
+    "provisioning.active",
+    "provisioning.release_requested",
+    "node.tenant_gone",
+    "provisioning.released",
+];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn node_is_onboarded_rented_and_released() {
@@ -45,20 +59,14 @@ async fn node_is_onboarded_rented_and_released() {
     expect_audited(&cluster, allocation.id, &["allocations.request", "allocations.release"]).await;
 
     cluster.expect_settled().await;
-    let published = events(&cluster).await;
-    for subject in [
-        "sku.state_changed",
-        "node.state_changed",
-        "provisioning.requested",
-        "node.devices_reserved",
-        "provisioning.started",
-        "node.tenant_ready",
-        "provisioning.active",
-        "provisioning.release_requested",
-        "node.tenant_gone",
-        "provisioning.released",
-    ] {
-        assert!(published.contains(subject), "{subject} was not published; the streams have {published:?}");
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let published = events(&cluster).await;
+        let missing: Vec<_> = PUBLISHED.iter().filter(|subject| !published.contains(**subject)).collect();
+        if missing.is_empty() {
+            break;
+        }
+        assert!(Instant::now() < until, "{missing:?} are not published; the streams have {published:?}");
     }
     cluster.shutdown().await;
 }

@@ -3,7 +3,7 @@
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use tests::cluster::TestCluster;
+use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 
 const FLEET: &str = "/api/v1/admin/telemetry/fleet";
 
@@ -14,16 +14,17 @@ async fn every_replica_shows_the_load_of_every_node_and_names_the_silent_ones() 
     cluster.offer_sku("h100", 2).await;
     let (one, other) = (cluster.node("h100").await, cluster.node("h100").await);
     for replica in 0..2 {
-        let report = |fleet: &Value| group(fleet)["reporting"] == 2;
+        // On a busy machine a heartbeat may be late.
+        let report =
+            |fleet: &Value| group(fleet)["reporting"] == 2 && fleet["data_age"]["oldest_seconds"].as_f64() < Some(10.0);
         let fleet = cluster.at_replica(replica, "admin").wait_until(FLEET, "both nodes report", report).await;
         let group = group(&fleet);
         assert_eq!((&group["nodes"], &group["silent"], &group["gpus"]["count"]), (&json!(2), &json!(0), &json!(4)));
         assert!(group["cpu"]["cores"].as_u64() > Some(0) && group["memory"]["used_mib"].as_u64() > Some(0), "{group}");
-        assert!(fleet["data_age"]["oldest_seconds"].as_f64() < Some(10.0), "{fleet}");
         assert_eq!((&fleet["silent_members"], &fleet["silent_nodes"]["count"]), (&json!([]), &json!(0)));
     }
 
-    let rental = cluster.rent("h100", 1).await;
+    let rental = cluster.rent_when_free("h100", 1).await;
     let path = format!("/api/v1/allocations/{}/telemetry", rental.id);
     for replica in 0..2 {
         let user = cluster.at_replica(replica, "user");
@@ -34,13 +35,17 @@ async fn every_replica_shows_the_load_of_every_node_and_names_the_silent_ones() 
 
     cluster.lose_agent(&one);
     let admin = cluster.at_replica(1, "admin");
-    let is_silent = |fleet: &Value| fleet["silent_nodes"]["nodes"][0]["node_id"] == json!(one.id);
-    let fleet = admin.wait_until(FLEET, "the lost node is silent", is_silent).await;
-    assert_eq!((&fleet["silent_nodes"]["count"], &group(&fleet)["reporting"]), (&json!(1), &json!(1)));
+    // The other node may be silent for a moment, too.
+    let is_silent = |fleet: &Value| {
+        fleet["silent_nodes"]["nodes"][0]["node_id"] == json!(one.id)
+            && fleet["silent_nodes"]["count"] == 1
+            && group(fleet)["reporting"] == 1
+    };
+    let fleet = admin.wait_until(FLEET, "the lost node alone is silent", is_silent).await;
     assert!(fleet["silent_nodes"]["nodes"][0]["last_at"].is_string(), "{fleet}");
     for replica in &cluster.replicas {
         let url = format!("{}/metrics", replica.operations_url());
-        let until = Instant::now() + Duration::from_secs(30);
+        let until = Instant::now() + WAIT_TIMEOUT;
         loop {
             let page = reqwest::get(&url).await.unwrap().text().await.unwrap();
             let fleet: Vec<_> = page.lines().filter(|line| line.starts_with("fleet_")).collect();

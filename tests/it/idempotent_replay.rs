@@ -2,15 +2,25 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 use tests::cluster::client::{ApiResponse, Client};
-use tests::cluster::{TestCluster, id_of, ssh_public_key};
+use tests::cluster::{TestCluster, WAIT_TIMEOUT, id_of, ssh_public_key};
 
 async fn rent(client: &Client, body: &Value) -> ApiResponse {
     rent_under(client, "k", body).await
 }
 
+/// Repeated under the same key while a takeover is in progress.
 async fn rent_under(client: &Client, key: &str, body: &Value) -> ApiResponse {
-    client.send(client.request(Method::POST, "/api/v1/allocations").header("Idempotency-Key", key).json(body)).await
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let request = client.request(Method::POST, "/api/v1/allocations").header("Idempotency-Key", key);
+        let answer = client.send(request.json(body)).await;
+        if !answer.is_transient() || Instant::now() >= until {
+            return answer;
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
 }
 
 fn is_replayed(answer: &ApiResponse) -> bool {
@@ -39,18 +49,18 @@ async fn rental_is_replayed_by_every_replica_after_its_references_are_gone_and_i
     cluster.offer_sku("b200", 8).await;
     cluster.kill9_replica(0);
     for replica in [1, 2] {
-        let again = rent(&cluster.at_replica(replica, "user"), &body).await;
-        assert!(is_replayed(&again), "{again}");
-        assert_eq!(again.created(), made);
+        let repeated = rent(&cluster.at_replica(replica, "user"), &body).await;
+        assert!(is_replayed(&repeated), "{repeated}");
+        assert_eq!(repeated.created(), made);
         let refused = rent_under(&cluster.at_replica(replica, "user"), "l", &unknown).await;
         assert!(is_replayed(&refused), "{refused}");
         refused.expect_error(400, "invalid_request");
     }
     // After a crash between the commit and the response, only the machine's reply is stored.
     sqlx::query("UPDATE command SET answer = NULL WHERE reply IS NOT NULL").execute(&cluster.pool).await.unwrap();
-    let again = rent(&cluster.at_replica(2, "user"), &body).await;
-    assert!(is_replayed(&again), "{again}");
-    assert_eq!(id_of(&again.created()), id_of(&made));
+    let repeated = rent(&cluster.at_replica(2, "user"), &body).await;
+    assert!(is_replayed(&repeated), "{repeated}");
+    assert_eq!(id_of(&repeated.created()), id_of(&made));
     cluster.restart_replica(0).await;
     cluster.shutdown().await;
 }

@@ -48,7 +48,9 @@ async fn kill(cluster: &mut TestCluster, victim: Victim, node: &NodeHandle) {
 }
 
 async fn rent(cluster: &TestCluster, node: &NodeHandle) -> AllocationHandle {
-    let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "node_id": node.id });
+    // After a crash the node may be offline until its agent's next heartbeat.
+    let wanted =
+        json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "node_id": node.id, "queue_seconds": 60 });
     let allocation = AllocationHandle::new(
         id_of(&cluster.user.post("/api/v1/allocations", &wanted).await.created()),
         cluster.user.clone(),
@@ -104,7 +106,7 @@ async fn recovery_completes_after_a_crash_of_any_process_and_detects_no_clone() 
         let allocation = rent(&cluster, &node).await;
         allocation.release().await;
         expect_released(&allocation, &node).await;
-        assert_eq!(node.get().await["state"], "active", "{victim:?}");
+        node.expect_state("active").await;
     }
     cluster.shutdown().await;
 }
@@ -163,7 +165,7 @@ async fn authority_rotation_completes_after_a_crash_of_any_process_and_cuts_off_
         let allocation = rent(&cluster, &node).await;
         allocation.release().await;
         expect_released(&allocation, &node).await;
-        assert_eq!(node.get().await["state"], "active", "{victim:?}");
+        node.expect_state("active").await;
     }
     // Not even an agent that died before it had stored its new certificate: the old authority is needed until the agent uses that.
     assert!(!cluster.agent_log(&node).contains("\"recovered\""), "no node was cut off");

@@ -57,7 +57,7 @@ async fn agent_with_an_expired_certificate_recovers_by_itself_and_keeps_its_tena
     for node in [&asleep, &dead] {
         eventually("the agent has recovered", || cluster.agent_log(node).contains("\"recovered\"")).await;
         assert_eq!(actions(&cluster, node).await.iter().filter(|action| *action == "nodes.recover").count(), 1);
-        assert_eq!(node.get().await["state"], "active");
+        node.expect_state("active").await;
     }
     assert_eq!(allocation.get().await["state"], "active");
     allocation.release().await;
@@ -149,11 +149,11 @@ async fn invalid_recovery_changes_nothing_and_has_one_public_response() {
     expect_unknown(&agent).await;
 
     // After a lost response the same request gets it again, and it is counted once.
-    let again = good.execute().await.ok();
-    assert_eq!(again["recovery"], json!({ "identity_generation": 2, "remaining": 1 }));
+    let repeated = good.execute().await.ok();
+    assert_eq!(repeated["recovery"], json!({ "identity_generation": 2, "remaining": 1 }));
     let (enrollment, _) = EnrollmentAttempt::valid(&bundle, GPUS);
     let enrollment = EnrollmentAttempt { boot_id: agent.boot_id, recovery: agent.recovery.clone(), ..enrollment };
-    let recovered = FakeAgent::with_identity(&enrollment, &key, &again);
+    let recovered = FakeAgent::with_identity(&enrollment, &key, &repeated);
     recovered.heartbeat().await.ok();
 
     // As often as the policy permits, and no more.

@@ -38,8 +38,14 @@ async fn run_scenario(kind: ProxyKind) {
     // The longest poll, while everything else happens.
     let parked = onboard_fake_agent(&mut cluster, &ingress).await;
     let waiting = tokio::spawn(async move {
-        let began = Instant::now();
-        (parked.poll(55).await, began.elapsed())
+        loop {
+            let began = Instant::now();
+            let answer = parked.poll(55).await;
+            // A replica whose lease lapsed in a pause of the machine ends the wait itself.
+            if !answer.as_ref().is_ok_and(ApiResponse::is_transient) {
+                return (answer, began.elapsed());
+            }
+        }
     });
 
     let expiring = node_with_expiring_certificate(&mut cluster).await;
@@ -74,7 +80,9 @@ async fn rent_and_release(cluster: &mut TestCluster) {
 }
 
 async fn rent_on(cluster: &TestCluster, node: &NodeHandle) -> AllocationHandle {
-    let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "node_id": node.id });
+    // A node whose agent was away may be offline until its next heartbeat.
+    let wanted =
+        json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "node_id": node.id, "queue_seconds": 60 });
     AllocationHandle::new(
         id_of(&cluster.user.post("/api/v1/allocations", &wanted).await.created()),
         cluster.user.clone(),
@@ -136,7 +144,8 @@ async fn expect_removed_node_refused(cluster: &mut TestCluster, ingress: &Ingres
     let began = Instant::now();
     let (parked, ()) = tokio::join!(waiting, removing);
     assert_refused(&parked.expect("an answer, not a cut connection: it is shared"), "node_removed");
-    assert!(began.elapsed() < Duration::from_secs(20));
+    // Before the end of the poll itself.
+    assert!(began.elapsed() < Duration::from_secs(45), "{:?}", began.elapsed());
     assert_refused(&agent.poll(1).await.unwrap(), "node_removed");
     assert_refused(&agent.heartbeat().await, "node_removed");
 }

@@ -206,8 +206,8 @@ async fn paths_and_methods(cluster: &TestCluster) {
         let by = cluster.admin.clone();
         async move { by.send(request).await }
     };
-    let kept = named("Mine.1_2-3").await;
-    assert_eq!(kept.expect_error(404, "not_found").body["correlation_id"], "Mine.1_2-3");
+    let stored = named("Mine.1_2-3").await;
+    assert_eq!(stored.expect_error(404, "not_found").body["correlation_id"], "Mine.1_2-3");
     for made_anew in ["with space", "semi;colon", &"x".repeat(129)] {
         let answer = named(made_anew).await;
         assert_ne!(answer.expect_error(404, "not_found").body["correlation_id"], *made_anew);

@@ -1,13 +1,15 @@
 //! A machine that was altered: the node takes no tenants until it is corrected, or an administrator accepts it as it is.
 
+use crate::alerts::monitoring::Monitoring;
 use crate::external_tools::{root, tools};
-use local_servers::files;
-use reqwest::Method;
+use local_servers::private_files;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tests::cluster::fake_agent::FakeAgent;
 use tests::cluster::{GPU_MEMORY_MIB, GPUS, NodeHandle, TestCluster};
 use tests::systemd_container::SystemdContainer;
+
+mod drift;
 
 const AGENT: &str = "gpuaas-agent.service";
 const SKU: &str = "h100x1";
@@ -31,7 +33,7 @@ async fn accepted_finding_is_sent_to_the_agent_until_it_is_not_reported_any_more
             })
         };
         body["findings"] = counts.iter().map(finding).collect();
-        agent.send(Method::POST, "heartbeat", Some(&body)).await.ok()
+        agent.post_until_final("heartbeat", || body.clone()).await.ok()
     };
     assert_eq!(report(&[1]).await["accepted_findings"], Value::Null);
     let altered = node.expect_state("quarantined").await;
@@ -62,7 +64,7 @@ struct Machine {
 
 impl Machine {
     async fn boot(cluster: &mut TestCluster) -> Option<Self> {
-        let agent = files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-agent").unwrap();
+        let agent = private_files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-agent").unwrap();
         let container = SystemdContainer::start(&tools(), &[agent]).expect("the container starts")?;
         cluster.offer_sku(SKU, 1).await;
         let node = cluster.register(SKU).await;
@@ -114,6 +116,7 @@ async fn privileges_that_an_intruder_gains_quarantine_the_node_until_they_are_ta
     let mut cluster = TestCluster::start().await;
     let Some(machine) = Machine::boot(&mut cluster).await else { return cluster.shutdown().await };
     let (container, node) = (&machine.container, &machine.node);
+    let monitoring = Monitoring::start(&cluster).await;
     let allocation = cluster.rent(SKU, 1).await;
     allocation.expect_state("active").await;
     // The tenant's account, keys and files are no differences.
@@ -123,7 +126,8 @@ async fn privileges_that_an_intruder_gains_quarantine_the_node_until_they_are_ta
     container.run("cp /bin/sh /var/lib/.x; chmod 4755 /var/lib/.x");
     container
         .run("echo 'eve ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/zz; echo 'toor:x:0:0::/:/bin/sh' >> /etc/passwd");
-    let altered = machine.expect_findings(&cluster, &["sudoers", "uid_zero"]).await;
+    container.run("install -d -m 700 ~root/.ssh; echo 'ssh-ed25519 AAAA eve' >> ~root/.ssh/authorized_keys");
+    let altered = machine.expect_findings(&cluster, &["authorized_keys", "sudoers", "uid_zero"]).await;
     assert_eq!(
         (&altered["state"], &altered["state_reason"]["code"]),
         (&json!("quarantined"), &json!("integrity_finding"))
@@ -133,10 +137,16 @@ async fn privileges_that_an_intruder_gains_quarantine_the_node_until_they_are_ta
     // The clean-up searches the file systems, and accepts nothing of what it finds.
     allocation.release().await;
     allocation.expect_state("released").await;
-    let altered = machine.expect_findings(&cluster, &["setuid", "sudoers", "uid_zero"]).await;
+    let altered = machine.expect_findings(&cluster, &["authorized_keys", "setuid", "sudoers", "uid_zero"]).await;
     let named = altered["health"]["findings"].to_string();
     assert!(named.contains("/var/lib/.x") && named.contains("/etc/sudoers.d/zz") && named.contains("toor"), "{named}");
-    container.run("rm /var/lib/.x /etc/sudoers.d/zz; sed -i /^toor/d /etc/passwd");
+    assert!(named.contains("root/.ssh/authorized_keys"), "{named}");
+    // The metric is read soon after a start, and then once in a minute.
+    cluster.replicas[0].stop().await;
+    cluster.restart_replica(0).await;
+    let keys = monitoring.alertmanager.expect("pager", "GPUAASSshKeysAltered", true).await;
+    assert_eq!(keys.runbook, "ops.node.onboarding");
+    container.run("rm /var/lib/.x /etc/sudoers.d/zz ~root/.ssh/authorized_keys; sed -i /^toor/d /etc/passwd");
     machine.expect_findings(&cluster, &[]).await;
     node.expect_state("active").await;
 

@@ -80,7 +80,7 @@ async fn wait_for_version(cluster: &TestCluster, nodes: &[&NodeHandle], version:
 
 /// Sends the request while the replica that owns the key set is killed, and restarts that.
 async fn with_owner_crash(cluster: &mut TestCluster, purpose: &str, path: &str, body: &Value) -> Value {
-    let set = edge::trust::keys_in_force::set_id(if purpose == "node_ca" {
+    let set = edge::trust::current_keys::set_id(if purpose == "node_ca" {
         domain::key_set::KeySetPurpose::NodeCa
     } else {
         domain::key_set::KeySetPurpose::TaskSigning
@@ -154,11 +154,11 @@ async fn task_keys_rotate_in_operation_and_an_agent_that_missed_two_rotations_fo
         assert!(output.contains(word), "no {word} in:\n{output}");
     }
     // Nothing of a retired key is stored.
-    let kept: Vec<String> = sqlx::query_scalar("SELECT name FROM secret WHERE starts_with(name, 'task_signing/')")
+    let stored: Vec<String> = sqlx::query_scalar("SELECT name FROM secret WHERE starts_with(name, 'task_signing/')")
         .fetch_all(&cluster.pool)
         .await
         .unwrap();
-    assert_eq!(kept, [format!("task_signing/{third}")]);
+    assert_eq!(stored, [format!("task_signing/{third}")]);
     let actions: Vec<String> = sqlx::query_scalar("SELECT action FROM audit WHERE action LIKE 'keys.%' ORDER BY at")
         .fetch_all(&cluster.pool)
         .await
@@ -217,10 +217,7 @@ async fn node_authority_rotates_with_overlapping_trust_and_cut_off_nodes_recover
     // Two nodes have a certificate of the first authority only: the offline agent, and the fake one, which never renews.
     let until = Instant::now() + WAIT_TIMEOUT;
     let refused = loop {
-        let refused = cluster
-            .admin
-            .send_once(Method::POST, &format!("{KEYS}/retire"), Some(&step("node_ca", &first, false)))
-            .await;
+        let refused = rotate(&cluster, "retire", &step("node_ca", &first, false)).await;
         refused.expect_error(409, "state_conflict");
         if refused.body["details"]["dependents"] == 2 {
             break refused;
@@ -281,8 +278,8 @@ async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_b
     for _ in 0..4 {
         rent_and_release(&cluster, "h100").await;
     }
-    let kept = cluster.rent("h100", 1).await;
-    kept.expect_state("active").await;
+    let stored = cluster.rent("h100", 1).await;
+    stored.expect_state("active").await;
     let program = ServiceAccountClient::create(&mut cluster).await;
     let shown_before = program.token(&cluster, 0).await;
     cluster.register_secret("a service account's access token", &shown_before);
@@ -330,8 +327,8 @@ async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_b
         [StatusCode::OK; 2],
         "what signs service accounts' tokens is the same"
     );
-    kept.release().await;
-    kept.expect_state("released").await;
+    stored.release().await;
+    stored.expect_state("released").await;
     rent_and_release(&cluster, "h100").await;
 
     // A key in use may not be dropped, and another key under its name is detected: the start fails, with what to do.

@@ -2,7 +2,7 @@
 //! and a real gateway in front of a fake log store.
 
 use crate::external_tools::{root, tools};
-use local_servers::files;
+use local_servers::private_files;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ impl CollectingMachine {
     async fn start() -> Option<Self> {
         let test = std::env::current_exe().unwrap();
         let names = ["gpuaas-agent", "gpuaas-log-collector"];
-        let programs: Vec<_> = names.iter().map(|name| files::find_sibling(&test, name).unwrap()).collect();
+        let programs: Vec<_> = names.iter().map(|name| private_files::find_sibling(&test, name).unwrap()).collect();
         let machine = SystemdContainer::start(&tools(), &programs).expect("the container starts")?;
         let store = FakeLogStore::start().await;
         let ca = store.authorities_path().display().to_string();

@@ -15,32 +15,32 @@ use uuid::Uuid;
 const PUSH: &str = "/internal/v1/node-logs/loki/api/v1/push";
 
 /// A node with an agent of the test's own, and a client without a certificate, as a collector is one.
-struct CollectingNode {
-    node: NodeHandle,
+pub(crate) struct CollectingNode {
+    pub(crate) node: NodeHandle,
     agent: FakeAgent,
     collector: reqwest::Client,
     url: String,
 }
 
 impl CollectingNode {
-    async fn enroll(cluster: &mut TestCluster) -> Self {
+    pub(crate) async fn enroll(cluster: &mut TestCluster) -> Self {
         let node = cluster.register("h100").await;
         let bundle = cluster.bundle(&node).await;
         let agent = FakeAgent::enroll(&bundle, 1).await;
         Self { node, agent, collector: anonymous(&bundle), url: format!("{}{PUSH}", cluster.node_url()) }
     }
 
-    async fn token(&self) -> String {
+    pub(crate) async fn token(&self) -> String {
         let answer = self.agent.send(Method::POST, "log-token", None).await.ok();
         answer["token"].as_str().unwrap().to_owned()
     }
 
-    async fn push(&self, token: &str, batch: &Value) -> ApiResponse {
+    pub(crate) async fn push(&self, token: &str, batch: &Value) -> ApiResponse {
         send_request(self.collector.post(&self.url).bearer_auth(token).json(batch)).await.unwrap()
     }
 }
 
-fn batch_of(node_id: Uuid, line: &str) -> Value {
+pub(crate) fn batch_of(node_id: Uuid, line: &str) -> Value {
     json!({"streams": [{
         "stream": {
             "service": "node-agent",

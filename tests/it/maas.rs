@@ -1,8 +1,12 @@
 //! Nodes whose machines a bare-metal provider deploys, releases and reinstalls, and allocations that are isolated by that.
 
-mod other_client;
+mod other_users;
+mod pages;
+mod python_libmaas;
 mod real_machine;
 mod reimage_crashes;
+mod worker_passes;
+mod wrong_answers;
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -19,14 +23,20 @@ const MACHINE: &str = "abc123";
 const IMAGE: &str = "sha256:of-the-image";
 /// What the provider does is looked at every few seconds, and after the death of a worker once its lease has lapsed.
 const LONG: Duration = Duration::from_secs(120);
+/// Several looks of the worker at a machine.
+const LOOKS: Duration = Duration::from_secs(12);
 
 fn builder(maas: &FakeMaas) -> TestClusterBuilder {
+    with_settings(maas).policy("maas.enabled", true)
+}
+
+/// A cluster that knows the provider, whose policy is as it is at first.
+fn with_settings(maas: &FakeMaas) -> TestClusterBuilder {
     TestCluster::builder()
         .variable("MAAS_API_BASE_URL", maas.url())
         .variable("MAAS_API_TOKEN", API_KEY)
         .variable("MAAS_API_TIMEOUT_MS", "2000")
         .variable("MAAS_IMAGE_DIGEST", IMAGE)
-        .policy("maas.enabled", true)
 }
 
 async fn start(maas: &FakeMaas, builder: TestClusterBuilder) -> TestCluster {
@@ -89,6 +99,11 @@ async fn come_up(cluster: &mut TestCluster, maas: &FakeMaas, node: &NodeHandle, 
 async fn expect_step(cluster: &TestCluster, node: &NodeHandle, step: &str) {
     let what = format!("the machine is {step}");
     cluster.admin.wait_within(LONG, &node.path(), &what, |node| node["machine"]["step"] == step).await;
+}
+
+async fn expect_status(cluster: &TestCluster, node: &NodeHandle, says: &str) {
+    let is_so = |node: &Value| node["machine"]["status"].as_str().is_some_and(|status| status.contains(says));
+    cluster.admin.wait_within(LONG, &node.path(), says, is_so).await;
 }
 
 /// The provider ends the release and begins the next deployment.
@@ -170,6 +185,50 @@ async fn machine_is_deployed_once_though_its_worker_is_killed_before_the_record_
     maas.change(MACHINE, |machine| (machine.status, machine.owner) = ("Ready", String::new()));
     cluster.admin.wait_within(LONG, &node.path(), "it is removed", |node| node["state"] == "removed").await;
     cluster.allow_error("node_removed");
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deployment_that_is_slow_to_begin_is_requested_by_one_worker_alone() {
+    // Longer than the time to the next two looks at the machine, and shorter than a worker's pass may take.
+    const DELAY: Duration = Duration::from_secs(14);
+    let maas = FakeMaas::start().await;
+    maas.delay_deployments(DELAY);
+    let plan = builder(&maas).replicas(2).variable("MAAS_API_TIMEOUT_MS", "20000");
+    let mut cluster = start(&maas, plan).await;
+    let node = register(&cluster).await;
+    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    // Further looks, at a machine that is being deployed.
+    tokio::time::sleep(LOOKS).await;
+    assert_eq!(maas.deploy_requests(), 1, "another worker requests it with another token, which voids the first");
+    let agent = come_up(&mut cluster, &maas, &node, "first").await;
+    agent.wait(1).await;
+    node.expect_state("active").await;
+    assert_eq!((maas.deploy_requests(), maas.machine(MACHINE).deployments.len()), (1, 1));
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slow_provider_is_asked_about_a_bounded_number_of_machines_at_once_and_none_is_forgotten() {
+    const MACHINES: usize = 40;
+    /// Of the worker, in each process.
+    const AT_ONCE: usize = 32;
+    let maas = FakeMaas::start().await;
+    maas.delay_deployments(Duration::from_secs(10));
+    let cluster = start(&maas, builder(&maas).variable("MAAS_API_TIMEOUT_MS", "20000")).await;
+    let ids: Vec<String> = (0..MACHINES).map(|n| format!("many{n}")).collect();
+    // A pass reads its machine first: they deploy together once all are registered, however long that takes.
+    maas.hold_reads();
+    for id in &ids {
+        maas.add(id, id);
+        cluster.admin.post("/api/v1/admin/nodes", &maas_node(id)).await.created();
+    }
+    maas.expect_held_reads(AT_ONCE).await;
+    maas.answer_reads(10 * MACHINES);
+    for id in &ids {
+        maas.wait_for(id, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    }
+    assert_eq!((maas.most_deploys_at_once(), maas.deploy_requests()), (AT_ONCE, MACHINES));
     cluster.shutdown().await;
 }
 

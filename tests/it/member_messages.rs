@@ -10,14 +10,15 @@ use nix::sys::signal::Signal;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use tests::cluster::{AllocationHandle, NodeHandle, TestCluster};
+use tests::cluster::{AllocationHandle, NodeHandle, TestCluster, WAIT_TIMEOUT};
 use uuid::Uuid;
 
 /// The time that a forged message is given to have an effect.
 const A_WHILE: Duration = Duration::from_secs(2);
 
-/// A takeover takes three seconds without heartbeats and a heartbeat interval; on a busy machine more.
-const TAKEOVER: Duration = Duration::from_millis(6500);
+/// A takeover takes three seconds without heartbeats and a heartbeat interval; on a busy machine more. A request whose command is not
+/// resent then fails at its deadline of eight seconds.
+const TAKEOVER: Duration = Duration::from_secs(20);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unauthenticated_message_on_nats_has_no_effect() {
@@ -44,10 +45,9 @@ async fn unauthenticated_message_on_nats_has_no_effect() {
     assert!(!matches!(answer, Ok(Ok(_))), "a stranger gets an answer: {answer:?}");
     tokio::time::sleep(A_WHILE).await;
 
+    expect_refused_messages(&cluster, "unstamped", 3.0).await;
     assert_eq!(allocation.get().await["state"], "active");
     assert!(restarts_of(&cluster, "policy").await.iter().all(|restarts| *restarts == 0));
-    let refused = refused_messages(&cluster, "unstamped").await;
-    assert!(refused >= 3.0, "{refused} messages were refused");
     release_and_shut_down(cluster, &allocation).await;
 }
 
@@ -66,7 +66,7 @@ async fn replayed_command_is_executed_once() {
     };
     let recorded = loop {
         let message =
-            tokio::time::timeout(A_WHILE, messages.next()).await.expect("the command goes over NATS").unwrap();
+            tokio::time::timeout(WAIT_TIMEOUT, messages.next()).await.expect("the command goes over NATS").unwrap();
         if of_the_node(&message) {
             break message;
         }
@@ -77,22 +77,22 @@ async fn replayed_command_is_executed_once() {
     let before = issued(&cluster).await;
     for headers in [recorded.headers.clone().unwrap(), HeaderMap::new()] {
         let subject = recorded.subject.clone();
-        let again = bus.publish_with_reply_and_headers(subject, bus.new_inbox(), headers, recorded.payload.clone());
-        again.await.unwrap();
+        let repeated = bus.publish_with_reply_and_headers(subject, bus.new_inbox(), headers, recorded.payload.clone());
+        repeated.await.unwrap();
         let reply = recorded.reply.clone().unwrap();
-        let again = bus.publish_with_reply_and_headers(
+        let repeated = bus.publish_with_reply_and_headers(
             recorded.subject.clone(),
             reply,
             recorded.headers.clone().unwrap(),
             recorded.payload.clone(),
         );
-        again.await.unwrap();
+        repeated.await.unwrap();
+    }
+    for reason in ["forged", "repeated", "unstamped"] {
+        expect_refused_messages(&cluster, reason, 1.0).await;
     }
     tokio::time::sleep(A_WHILE).await;
     assert_eq!(issued(&cluster).await, before);
-    for reason in ["forged", "repeated", "unstamped"] {
-        assert!(refused_messages(&cluster, reason).await > 0.0, "{reason}");
-    }
     cluster.shutdown().await;
 }
 
@@ -120,9 +120,17 @@ async fn replica_with_a_clock_30_s_off_answers_every_request_and_reports_the_ske
             }
         }
     }
-    let page = metrics(&cluster, 1).await;
-    let offset = page.lines().find_map(|line| line.strip_prefix("member_clock_offset_seconds ")).unwrap();
-    assert!((offset.parse::<f64>().unwrap() + 30.0).abs() < 3.0, "{offset}");
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let page = metrics(&cluster, 1).await;
+        let offset = page.lines().find_map(|line| line.strip_prefix("member_clock_offset_seconds ")).unwrap();
+        if (offset.parse::<f64>().unwrap() + 30.0).abs() < 3.0 {
+            break;
+        }
+        // The answer to a heartbeat that takes long makes it less exact.
+        assert!(Instant::now() < until, "{offset}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
     let warned = |line: &Value| line.to_string().contains("off Postgres' clock");
     assert!(cluster.replica_lines(1).iter().any(warned) && !cluster.replica_lines(0).iter().any(warned));
     cluster.service_clock.as_ref().unwrap().set_offset(TimeDelta::zero());
@@ -214,6 +222,19 @@ async fn refused_messages(cluster: &TestCluster, reason: &str) -> f64 {
         count += value.transpose().unwrap().unwrap_or(0.0);
     }
     count
+}
+
+/// Waits until the replicas have refused this many messages for this reason.
+async fn expect_refused_messages(cluster: &TestCluster, reason: &str, count: f64) {
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let refused = refused_messages(cluster, reason).await;
+        if refused >= count {
+            return;
+        }
+        assert!(Instant::now() < until, "{reason}: {refused} messages were refused");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 async fn restarts_of(cluster: &TestCluster, worker: &str) -> Vec<u64> {

@@ -16,7 +16,7 @@ struct Rules {
 }
 
 const DOMAIN: Rules =
-    Rules { folder: "actors/domain/src", floors: &["kernel", "entities", "choreography"], apart: &["entities"] };
+    Rules { folder: "actors/domain/src", floors: &["kernel", "entities", "cross_entity"], apart: &["entities"] };
 
 /// The arrows from unit to unit, each with the places that draw it: file and path.
 type Arrows = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;

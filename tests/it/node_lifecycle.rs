@@ -1,6 +1,7 @@
 //! The lifecycle of a node as its operator sees it: machines that do not match their SKU, that are drained, that are rebooted, and tasks
 //! that wait for an operator.
 
+use crate::alerts::monitoring::{Monitoring, MonitoringOptions};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -70,6 +71,18 @@ async fn node_that_does_not_match_its_sku_shows_why_and_is_active_once_it_matche
     cluster.shutdown().await;
 }
 
+/// Waits for the end of the node's agent.
+async fn exit_code_of_agent(cluster: &mut TestCluster, node: &NodeHandle) -> i32 {
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        if let Some(code) = cluster.agent_exit_code(node) {
+            return code;
+        }
+        assert!(Instant::now() < until, "the agent of a removed node does not end:\n{}", cluster.agent_log(node));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn draining_node_keeps_its_tenant_to_the_end_and_then_gets_nothing() {
     let mut cluster = TestCluster::start().await;
@@ -98,15 +111,9 @@ async fn draining_node_keeps_its_tenant_to_the_end_and_then_gets_nothing() {
     node.order("retire").await.accepted();
     node.order("remove").await.accepted();
     node.expect_state("removed").await;
-    let until = Instant::now() + WAIT_TIMEOUT;
-    while cluster.agent_exit_code(&node).is_none() {
-        assert!(Instant::now() < until, "the agent of a removed node ends");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    assert_eq!(cluster.agent_exit_code(&node), Some(4));
+    assert_eq!(exit_code_of_agent(&mut cluster, &node).await, 4);
     cluster.restart_agent(&node);
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(cluster.agent_exit_code(&node), Some(4), "and gets nothing when it is started again");
+    assert_eq!(exit_code_of_agent(&mut cluster, &node).await, 4, "and gets nothing when it is started again");
     cluster.forget_agent(&node);
     cluster.shutdown().await;
 }
@@ -147,6 +154,9 @@ async fn rebooted_machine_keeps_its_allocation() {
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_without_a_result_waits_for_an_operator_and_diagnostics_do_not() {
     let mut cluster = TestCluster::builder().policy("node.task_timeout_seconds", 5).start().await;
+    let options = MonitoringOptions { hurried: &["node-onboarding.yaml"], ..MonitoringOptions::default() };
+    let monitoring = Monitoring::start_with(&cluster, &options).await;
+    let alerts = &monitoring.alertmanager;
     let node = cluster.register("h100").await;
     let bundle = cluster.bundle(&node).await;
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
@@ -171,6 +181,9 @@ async fn reboot_without_a_result_waits_for_an_operator_and_diagnostics_do_not() 
     assert_eq!(node.get().await["overdue"], true);
     let tree = cluster.admin.get("/api/v1/admin/runtime/tree?kind=node&overdue=true").await.ok();
     assert!(tree.to_string().contains("look and resume it"), "{tree}");
+    let overdue = alerts.expect("tickets", "GPUAASNodeOverdue", true).await;
+    assert_eq!(overdue.runbook, "ops.node.onboarding");
+    agent.heartbeat().await.ok();
     assert!(agent.wait(2).await.is_none(), "it is not offered again by itself");
     cluster.user.send_once(Method::POST, &resume, Some(&why)).await.expect_error(403, "forbidden");
     let elsewhere = format!("{tasks}/{}/resume", Uuid::now_v7());
@@ -180,11 +193,15 @@ async fn reboot_without_a_result_waits_for_an_operator_and_diagnostics_do_not() 
         (&resumed["task_id"], &resumed["attempt"], &resumed["state"]),
         (&reboot["task_id"], &json!(2), &json!("open"))
     );
-    let again = agent.next_task().await;
-    assert_eq!((again.task_id, again.attempt), (started.task_id, 2));
+    let repeated = agent.next_task().await;
+    assert_eq!((repeated.task_id, repeated.attempt), (started.task_id, 2));
     agent.report(started.task_id, &agent.success(&started)).await.expect_error(409, "stale_attempt");
-    agent.report(again.task_id, &agent.success(&again)).await.ok();
-    assert_eq!(agent.report(again.task_id, &agent.success(&again)).await.status.as_u16() / 100, 4, "another result");
+    agent.report(repeated.task_id, &agent.success(&repeated)).await.ok();
+    assert_eq!(
+        agent.report(repeated.task_id, &agent.success(&repeated)).await.status.as_u16() / 100,
+        4,
+        "another result"
+    );
     assert_eq!(node.get().await["overdue"], false);
 
     // A task that may be executed twice is retried by itself.
@@ -197,6 +214,7 @@ async fn reboot_without_a_result_waits_for_an_operator_and_diagnostics_do_not() 
     for action in ["nodes.order_task", "nodes.stall_task", "nodes.resume_task"] {
         assert!(audited.iter().any(|(_, audited, ..)| audited == action), "no {action}");
     }
+    alerts.expect("tickets", "GPUAASNodeOverdue", false).await;
     cluster.shutdown().await;
 }
 

@@ -7,7 +7,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use tests::cluster::{TestCluster, node_body};
+use std::time::{Duration, Instant};
+use tests::cluster::{TestCluster, WAIT_TIMEOUT, node_body};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_spelling_of_a_forbidden_address_is_connected_to() {
@@ -122,6 +123,12 @@ async fn reachable_node_is_reported_and_no_address_outside_the_allowlist_is_conn
     cluster.offer_sku("h100", 8).await;
     let node = register(&cluster, &at.ip().to_string(), at.port()).await.created();
     assert!(is_reachable(&node), "{}: {node:#}", far.description());
+    // The thread that counts them may run later than the probe's answer.
+    let until = Instant::now() + WAIT_TIMEOUT;
+    while connections.load(Ordering::SeqCst) == 0 {
+        assert!(Instant::now() < until, "no connection is counted");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     assert_eq!(connections.load(Ordering::SeqCst), 1, "one connection and no more");
 
     let IpAddr::V4(ip) = at.ip() else { panic!("the far end has an IPv4 address") };

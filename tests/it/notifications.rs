@@ -13,6 +13,9 @@ use tests::cluster::{CURRENCY, TestCluster, WAIT_TIMEOUT, id_of};
 use tokio_tungstenite::tungstenite::Message;
 use uuid::Uuid;
 
+/// Asks for the changes of all entities.
+const OPERATIONS: &str = "gpu.notifications.operations";
+
 const BROADCAST: &str = "/api/v1/admin/notifications/broadcast";
 
 fn event_types(events: &[Value]) -> Vec<&str> {
@@ -63,6 +66,9 @@ async fn allocation_events_reach_their_user_at_every_replica_and_no_other_user()
     let (terminal, session) = cluster.terminal(rented.id).await;
     let opened = here.expect_notification("terminal.opened").await;
     assert_eq!(opened["data"], json!({ "session_id": session, "allocation_id": rented.id, "state": "opened" }));
+    for subscriber in [&mut there, &mut other, &mut second, &mut namesake] {
+        subscriber.receive_pending().await;
+    }
     node.order("quarantine").await.accepted();
     let known =
         operator.expect_notification_where("node.state_changed", |event| event["data"]["state"] == "quarantined").await;
@@ -70,6 +76,9 @@ async fn allocation_events_reach_their_user_at_every_replica_and_no_other_user()
     let received = here.expect_notification("node.state_changed").await;
     let data = json!({ "node_id": node.id, "allocation_id": rented.id, "state": "quarantined" });
     assert_eq!(received["data"], data, "why, is for those who run it");
+    for subscriber in [&mut there, &mut other, &mut operator, &mut second, &mut namesake] {
+        subscriber.receive_pending().await;
+    }
     rented.release().await;
     let closed = here.expect_notification("terminal.closed").await;
     assert_eq!(
@@ -80,11 +89,19 @@ async fn allocation_events_reach_their_user_at_every_replica_and_no_other_user()
     assert_eq!(released["data"]["allocation_id"], json!(rented.id), "{released}");
     drop(terminal);
 
-    let rest = there.drain().await;
-    let mut received = event_types(&rest);
     // The events are of different streams, between which there is no order.
-    received.sort_unstable();
-    assert_eq!(received, ["node.state_changed", "provisioning.released", "terminal.closed", "terminal.opened"]);
+    for kind in [
+        "node.state_changed",
+        "provisioning.release_requested",
+        "provisioning.released",
+        "provisioning.requested",
+        "provisioning.started",
+        "terminal.closed",
+        "terminal.opened",
+    ] {
+        there.expect_notification(kind).await;
+    }
+    assert_eq!(there.drain().await, Vec::<Value>::new(), "each once");
     for (name, subscriber) in [("user2", &mut other), ("user2 of an org", &mut namesake), ("admin2", &mut second)] {
         assert_eq!(subscriber.drain().await, Vec::<Value>::new(), "{name} received the notifications of another user");
     }
@@ -101,6 +118,58 @@ async fn allocation_events_reach_their_user_at_every_replica_and_no_other_user()
         assert!(Instant::now() < until, "connections that are gone are counted");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+    cluster.shutdown().await;
+}
+
+/// Waits until the subscriber was notified of changes of all of these entities. One notification may name several of them.
+async fn expect_changes(subscriber: &mut NotificationSubscriber, entities: &[(&str, Option<Uuid>)]) {
+    let is_named = |event: &Value, (kind, id): &(&str, Option<Uuid>)| {
+        let entity = json!({ "kind": kind, "id": id });
+        event["data"]["kinds"].as_array().is_some_and(|kinds| kinds.contains(&json!(kind)))
+            && (id.is_none() || event["data"]["entities"].as_array().is_some_and(|all| all.contains(&entity)))
+    };
+    let mut missing = entities.to_vec();
+    while !missing.is_empty() {
+        let names_one = |event: &Value| missing.iter().any(|entity| is_named(event, entity));
+        let event = subscriber.expect_notification_where("runtime.changed", names_one).await;
+        assert_eq!((&event["channel"], &event["specversion"]), (&json!("operations"), &json!("1.0")), "{event}");
+        missing.retain(|entity| !is_named(&event, entity));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn operators_are_notified_of_changes_of_every_entity_and_users_of_none() {
+    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let node = cluster.node("h100").await;
+    let token_of = |username: &str| cluster.identity.token_of(username).unwrap().expose_secret().to_owned();
+    let open = async |replica: usize, username: &str| {
+        let offered = [PROTOCOL.to_owned(), OPERATIONS.to_owned(), format!("bearer.{}", token_of(username))];
+        let mut it = NotificationSubscriber::connect(&cluster.gateway_at(replica), "", &offered, &[]).await.unwrap();
+        let ready = it.expect_notification("notifications.ready").await;
+        (it, ready["data"]["channels"].clone())
+    };
+    let (mut here, channels) = open(0, "admin").await;
+    assert_eq!(channels, json!(["user", "broadcast", "operations"]));
+    let (mut there, _) = open(1, "admin2").await;
+    // A user who asks for it too.
+    let (mut user, channels) = open(0, "user2").await;
+    assert_eq!(channels, json!(["user", "broadcast"]));
+    // An administrator who does not ask.
+    let mut without = cluster.subscriber(1, "admin2").await;
+
+    let rented = cluster.rent("h100", 1).await;
+    let key = json!({ "subject": "a-new-auditor", "role": "auditor", "reason": "a test needs it" });
+    let binding = id_of(&cluster.admin.post("/api/v1/admin/platform-roles/bindings", &key).await.created());
+    for operator in [&mut here, &mut there] {
+        let entities = [("allocation", Some(rented.id)), ("node", Some(node.id)), ("bindings", None)];
+        expect_changes(operator, &entities).await;
+    }
+    assert!(!binding.is_nil());
+    rented.release().await;
+    for (name, subscriber) in [("user2", &mut user), ("admin2", &mut without)] {
+        assert_eq!(subscriber.drain().await, Vec::<Value>::new(), "{name} received changes of others");
+    }
+    drop((here, there, user, without));
     cluster.shutdown().await;
 }
 
@@ -145,8 +214,11 @@ async fn low_balance_notifies_its_holder_alone_where_the_policy_enables_it() {
     cluster.admin.post("/api/v1/admin/policy-values", &value).await.created();
     let mut quiet = cluster.subscriber_with_token(0, &of_org("user2", "quiet")).await;
     let mut loud = cluster.subscriber_with_token(0, &of_org("user2", "loud")).await;
-    // A policy value applies at every process within a second.
-    tokio::time::sleep(Duration::from_millis(1500)).await;
+    let resolved = "/api/v1/admin/policy-values/resolve?key=notification.low_balance_enabled&org_id=quiet";
+    for replica in [0, 1] {
+        let admin = cluster.at_replica(replica, "admin");
+        admin.wait_until(resolved, "the policy value applies", |it| it["value"] == false).await;
+    }
     drain_balance(&cluster, &json!({ "org_id": "quiet" })).await;
     drain_balance(&cluster, &json!({ "org_id": "loud" })).await;
     loud.expect_notification("billing.balance_low").await;
@@ -251,7 +323,7 @@ async fn subscriber_receives_nothing_once_its_token_is_invalid() {
     let token = program.token(&cluster, 0).await;
     cluster.register_secret("a service account's access token", &token);
     let mut by_account = cluster.subscriber_with_token(1, &token).await;
-    let short = mint_token(&cluster, "user", |claims| claims["exp"] = json!(chrono::Utc::now().timestamp() + 8));
+    let short = mint_token(&cluster, "user", |claims| claims["exp"] = json!(chrono::Utc::now().timestamp() + 20));
     let mut short_lived = cluster.subscriber_with_token(0, &short).await;
     let mut lives_on = cluster.subscriber(0, "user").await;
     announce(&cluster.admin, "first").await;
@@ -416,7 +488,7 @@ async fn connection_quota_of_a_user_holds_across_replicas() {
     cluster.subscriber(0, "user2").await;
     drop(subscribers.pop());
     let until = Instant::now() + WAIT_TIMEOUT;
-    let again = loop {
+    let repeated = loop {
         let mut subscriber = NotificationSubscriber::open(&cluster.gateway_at(0), token.expose_secret()).await;
         subscriber.receive(Duration::from_secs(5)).await;
         if subscriber.closed.is_none() {
@@ -440,7 +512,7 @@ async fn connection_quota_of_a_user_holds_across_replicas() {
         refused.expect_error(503, "overloaded");
         assert_eq!(refused.body["details"]["policy_key"], "allocation.event_streams_per_user", "{refused}");
     }
-    drop((streams, again));
+    drop((streams, repeated));
     rented.expect_state("active").await;
     cluster.shutdown().await;
 }
@@ -514,9 +586,9 @@ async fn gpuctl_watch_continues_after_a_replica_restart() {
         if message == "one" {
             cluster.kill9_replica(0);
             cluster.restart_replica(0).await;
-            let again =
+            let repeated =
                 tokio::time::timeout(WAIT_TIMEOUT, stderr_lines.next_line()).await.expect(word).unwrap().unwrap();
-            assert!(again.starts_with("Again listening"), "{again}");
+            assert!(repeated.starts_with("Again listening"), "{repeated}");
         }
     }
     assert_eq!(messages, ["one", "two"]);

@@ -5,6 +5,7 @@ use local_servers::payment_processor::intent_in;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::time::Duration;
 use tests::cluster::client::{ApiResponse, Client};
 use tests::cluster::payments::StartedPayment;
 use tests::cluster::{AllocationHandle, CURRENCY, REGION, TestCluster, TestClusterBuilder, id_of};
@@ -122,6 +123,8 @@ async fn ledger_is_exact_over_top_ups_depletion_and_refund() {
         let what = format!("window {window} is charged");
         let now = user.wait_until(BALANCE, &what, |it| micro(&it["balance_micro"]) < before).await;
         before = micro(&now["balance_micro"]);
+        // It answers the pings of the service meanwhile.
+        while subscriber.receive(Duration::from_millis(50)).await {}
         if window == 1 {
             price(&cluster, sku, 1).await;
         }
@@ -145,14 +148,16 @@ async fn ledger_is_exact_over_top_ups_depletion_and_refund() {
     // After another top-up the user rents again, at the current price.
     let second = cluster.top_up(1_000).await.id;
     assert_eq!(user.get(BALANCE).await.ok()["state"], "open");
-    let again = rent(&cluster, 8).await;
-    again.release().await;
-    let released = again.expect_state("released").await;
+    let repeated = rent(&cluster, 8).await;
+    repeated.release().await;
+    let released = repeated.expect_state("released").await;
     let rest = user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
     let cheap = expected_cost(&released, 8);
     assert_eq!(micro(&rest["balance_micro"]), micro(&depleted["balance_micro"]) + 1_000_000_000 - cheap);
 
-    // A part is refunded to the payer, once; of the first payment only the unspent amount can be refunded.
+    // A part is refunded to the payer, once; of the first payment only the unspent amount can be refunded. A subscriber that has not read
+    // for long is disconnected.
+    let mut subscriber = cluster.subscriber(0, "user").await;
     let back = json!({ "payment_id": second, "amount_minor": 400, "reason": "it was too much" });
     let key = Uuid::new_v4().to_string();
     let ask = || user.send(user.request(Method::POST, REFUNDS).header("Idempotency-Key", &key).json(&back));
@@ -256,6 +261,18 @@ async fn user_tops_up_and_requests_a_refund_by_command_line() {
     let ledger = gpuctl.run(&["billing", "ledger"]).await.ok();
     assert!(ledger.contains("deposit") && ledger.contains("refund") && ledger.contains(&id), "{ledger}");
     assert!(gpuctl.run(&["billing", "top-up", "--amount", "0 USD"]).await.failed(2).contains("amount"));
+    let more = ["billing", "refund", "--payment", &id, "--amount", "100.00", "--reason", "all of it"];
+    let more = gpuctl.run(&more).await.failed(2);
+    assert!(more.contains("from 0.01 USD to 6.00 USD"), "{more}");
+
+    // Another one is not paid: its page is opened again, and it is canceled.
+    let other = gpuctl.run(&["-o", "json", "billing", "top-up", "--amount", "10.00 USD", "--no-open"]).await.json();
+    cluster.register_secret("a client secret", other["url"].as_str().unwrap().split_once('#').unwrap().1);
+    let other_id = other["id"].as_str().unwrap();
+    let again = gpuctl.run(&["-o", "json", "billing", "pay", other_id, "--no-open"]).await.json();
+    assert_eq!(again["url"], other["url"]);
+    let canceled = gpuctl.run(&["-o", "json", "billing", "cancel-payment", other_id]).await.json();
+    assert_eq!(canceled["state"], "canceled", "{canceled}");
     expect_ledger_verified(&cluster).await;
     cluster.shutdown().await;
 }

@@ -2,6 +2,7 @@
 //! whatever crashes or hangs in between. No webhook is delivered here: reconciliation finds the payments. Crashes at our own commits are in
 //! `payments_crashes`.
 
+use crate::alerts::monitoring::Monitoring;
 use domain::payment::{RefundDebit, RefundStatus};
 use domain::{PaymentId, RefundId};
 use serde_json::{Value, json};
@@ -72,6 +73,7 @@ async fn payment_without_a_webhook_is_deposited_by_reconciliation() {
     let theirs = [("amount", "700"), ("currency", "usd"), ("payment_method", "pm_card_visa"), ("confirm", "true")];
     cluster.processor().post("/v1/payment_intents", &theirs).await.unwrap();
     // Two members reconcile in turns; a processor that is not reachable is counted.
+    let monitoring = Monitoring::start(&cluster).await;
     cluster.payments().link.cut();
     let failed = async |cluster: &TestCluster| {
         let mut failed = 0.0;
@@ -81,6 +83,8 @@ async fn payment_without_a_webhook_is_deposited_by_reconciliation() {
         failed
     };
     eventually("a comparison failed", WAIT_TIMEOUT, async || failed(&cluster).await >= 2.0).await;
+    let not_reconciled = monitoring.alertmanager.expect("tickets", "GPUAASPaymentsNotReconciled", true).await;
+    assert_eq!(not_reconciled.runbook, "ops.webhook.outage");
     cluster.payments().link.restore();
     let second = cluster.top_up(DEPOSIT).await;
     assert_ne!(second.id, begun.id);
@@ -186,8 +190,12 @@ async fn refund_that_the_processor_refuses_is_credited_back() {
     let refund = request_refund(&cluster, &begun, 2_000).await;
     expect_refund(&cluster, &begun, refund, RefundStatus::Failed).await;
     expect_balance(&cluster, DEPOSIT).await;
-    let payment = cluster.stored_payment(begun.id).await.unwrap();
-    assert!(matches!(payment.refunds[&refund].taking, RefundDebit::GivenBack { amount_minor: 2_000 }), "{payment:#?}");
+    // The account is credited first, and the payment learns of it by an event.
+    eventually("the payment knows that the refund is credited back", WAIT_TIMEOUT, async || {
+        let payment = cluster.stored_payment(begun.id).await.unwrap();
+        matches!(payment.refunds[&refund].taking, RefundDebit::GivenBack { amount_minor: 2_000 })
+    })
+    .await;
     assert!(refunds_of(&cluster, &begun).await.is_empty());
     cluster.shutdown().await;
 }
@@ -206,8 +214,11 @@ async fn outage_or_hang_of_the_processor_delays_nothing_else_and_loses_nothing()
     allocation.release().await;
     allocation.expect_state("released").await;
     node.expect_state("active").await;
-    let payment = cluster.stored_payment(begun.id).await.unwrap();
-    assert!(matches!(payment.refunds[&refund].taking, RefundDebit::Taken { .. }), "{payment:#?}");
+    eventually("the refund is debited", WAIT_TIMEOUT, async || {
+        let payment = cluster.stored_payment(begun.id).await.unwrap();
+        matches!(payment.refunds[&refund].taking, RefundDebit::Taken { .. })
+    })
+    .await;
     let wanted = checkout(DEPOSIT);
     let key = Uuid::new_v4().to_string();
     let request = || {

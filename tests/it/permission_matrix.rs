@@ -7,6 +7,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::time::{Duration, Instant};
 use tests::cluster::client::{Client, send_request};
 use tests::cluster::fake_agent::{EnrollmentAttempt, FakeAgent, anonymous};
 use tests::cluster::{REGION, TestCluster, WAIT_TIMEOUT, id_of, ssh_public_key};
@@ -134,7 +135,9 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
     alive.expect_state("active").await;
     let terminal = cluster.issue_terminal_token(&cluster.user.clone(), alive.id, None).await;
     wait_for_recording(cluster, terminal.session).await;
+    let browser_session = cluster.log_in_to_console("user").await.session_id().await;
     let payment = cluster.begin_payment(5_000).await;
+    let cancelled = cluster.begin_payment(5_000).await;
     let account_of_user = id_of(&cluster.user.get("/api/v1/billing/balance").await.ok());
     let member = cluster.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
@@ -142,10 +145,15 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
     let id = |id: Uuid| ("{id}", id.to_string());
     vec![
         one("/api/v1/admin/skus/{id}", sku),
-        // No agent has enrolled, so that the node has no task and no finding.
+        // No agent has enrolled, so that the node has no task, no finding and no GPU.
         (
             "/api/v1/admin/nodes/{id}",
-            vec![id(node.id), ("{task_id}", Uuid::nil().to_string()), ("{finding_id}", Uuid::nil().to_string())],
+            vec![
+                id(node.id),
+                ("{task_id}", Uuid::nil().to_string()),
+                ("{finding_id}", Uuid::nil().to_string()),
+                ("{gpu_uuid}", "GPU-0".to_owned()),
+            ],
         ),
         both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
         both(
@@ -160,10 +168,14 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
         one("/api/v1/admin/platform-roles/bindings/{id}", Uuid::nil()),
         one("/api/v1/admin/policy-values/{id}", Uuid::nil()),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
+        // No login has this id.
+        one("/api/v1/admin/browser-sessions/{id}", Uuid::nil()),
+        one("/api/v1/me/sessions/{id}", browser_session),
         // Without a payment processor there are no events.
         one("/api/v1/admin/billing/processor-events/{id}", Uuid::nil()),
         both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),
         ("/api/v1/billing/statements/{month}", vec![("{month}", this_month())]),
+        one("/api/v1/billing/payments/{id}/cancel", cancelled.id),
         one("/api/v1/billing/payments/{id}", payment.id),
         (
             "/billing/checkout/{payment_id}",
@@ -198,10 +210,10 @@ fn this_month() -> String {
 
 /// Waits until the session has a recording.
 async fn wait_for_recording(cluster: &TestCluster, session: Uuid) {
-    let until = std::time::Instant::now() + WAIT_TIMEOUT;
+    let until = Instant::now() + WAIT_TIMEOUT;
     while !cluster.user.get(&format!("/api/v1/recordings/{session}")).await.status.is_success() {
-        assert!(std::time::Instant::now() < until, "nothing is recorded of {session}");
-        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        assert!(Instant::now() < until, "nothing is recorded of {session}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
@@ -274,7 +286,18 @@ async fn request_status(by: &Client, operation: &Operation, path: &str) -> u16 {
     } else if !form.is_null() {
         request = request.form(&form["example"]);
     }
-    let answer = request.send().await.unwrap_or_else(|error| panic!("{method} {path}: no answer: {error:?}"));
+    // A busy machine may delay a response beyond a timeout: the same request is sent again.
+    let until = Instant::now() + WAIT_TIMEOUT;
+    let answer = loop {
+        let same = request.try_clone().expect("its body is no stream");
+        let why = match same.send().await {
+            Ok(answer) if answer.status() != StatusCode::SERVICE_UNAVAILABLE => break answer,
+            Ok(answer) => answer.status().to_string(),
+            Err(error) => format!("{error:?}"),
+        };
+        assert!(Instant::now() < until, "{method} {path}: no answer: {why}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
     let status = answer.status().as_u16();
     let listed = &described["responses"][status.to_string()];
     assert!(listed.is_object(), "{method} {path} answers {status}, which its description does not list");

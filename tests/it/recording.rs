@@ -101,8 +101,9 @@ fn home(cluster: &TestCluster, node: &NodeHandle, allocation: &AllocationHandle)
     cluster.agent_folder(node).join("state/allocations").join(allocation.id.to_string()).join("home")
 }
 
+/// A program with thousands of steps makes it.
 async fn wait_for_file(path: &std::path::Path) {
-    let until = Instant::now() + WAIT_TIMEOUT;
+    let until = Instant::now() + 3 * WAIT_TIMEOUT;
     while !path.exists() {
         assert!(Instant::now() < until, "{} never appears", path.display());
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -204,8 +205,8 @@ async fn end_session(cluster: &mut TestCluster, allocation: &AllocationHandle, s
     assert_eq!(terminal.close_code().await, 1000);
 }
 
-/// More output than a session's part of the small spool, and a file at its end.
-const LONG_OUTPUT: &str = "for i in $(seq 1 30000); do echo line-$i; echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done; touch ~/done\n";
+/// More output than a session's part of the small spool, once there is a file `go`, and a file at its end.
+const LONG_OUTPUT: &str = "echo wai''ting; until [ -e ~/go ]; do sleep 0.1; done; for i in $(seq 1 30000); do echo line-$i; echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done; touch ~/done\n";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn full_spool_in_best_effort_mode_lets_the_program_continue_and_marks_the_gap() {
@@ -213,8 +214,9 @@ async fn full_spool_in_best_effort_mode_lets_the_program_continue_and_marks_the_
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
     wait_for_prompt(&mut terminal).await;
     terminal.enter(LONG_OUTPUT).await;
-    terminal.expect_output("line-20\r").await;
+    terminal.expect_output("waiting").await;
     cluster.kill9_replica(0);
+    std::fs::write(home(&cluster, &node, &allocation).join("go"), "").unwrap();
     wait_for_file(&home(&cluster, &node, &allocation).join("done")).await;
     cluster.restart_replica(0).await;
     end_session(&mut cluster, &allocation, session).await;
@@ -237,8 +239,9 @@ async fn full_spool_in_strict_mode_blocks_the_program_and_loses_nothing() {
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
     wait_for_prompt(&mut terminal).await;
     terminal.enter(LONG_OUTPUT).await;
-    terminal.expect_output("line-20\r").await;
+    terminal.expect_output("waiting").await;
     cluster.kill9_replica(0);
+    std::fs::write(home(&cluster, &node, &allocation).join("go"), "").unwrap();
     let done = home(&cluster, &node, &allocation).join("done");
     let spool = cluster.agent_folder(&node).join("state/recordings").join(session.to_string());
     tokio::time::sleep(Duration::from_secs(6)).await;

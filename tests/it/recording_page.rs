@@ -110,10 +110,11 @@ async fn terminal_page_shows_that_it_is_recorded_and_links_to_the_recording() {
     browser.expect_text("#recording", "Recorded by the service").await;
     browser.enter("exit").await;
     browser.expect_text("#state", "The program ended").await;
-    // The page of the link, signed in by the same tab.
+    // The page of the link, to which the terminal's page gives no token.
     let session: Uuid = href.rsplit('/').next().unwrap().parse().unwrap();
     complete(&cluster, session).await;
     browser.open(&href).await;
+    sign_in(&mut browser, &token).await;
     browser.click("#play").await;
     browser.expect_text("#player", "before").await;
     browser.close().await;

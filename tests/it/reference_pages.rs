@@ -215,6 +215,27 @@ pub(super) fn metric_names() -> std::collections::BTreeSet<String> {
     metrics().into_iter().map(|metric| metric.name).collect()
 }
 
+/// The labels whose values are ids: of invariants, and of the service's keys, of which there are a handful.
+const LABELS_WITH_IDS: [(&str, &str); 4] = [
+    ("invariant_checks_skipped_total", "id"),
+    ("invariant_checks_total", "id"),
+    ("invariant_violations_total", "id"),
+    ("key_phase_age_seconds", "key_id"),
+];
+
+/// A label with the id of an entity would make as many series as there are entities.
+#[test]
+fn no_label_of_a_metric_is_the_id_of_an_entity() {
+    for Metric { name, labels, .. } in metrics() {
+        for label in labels {
+            let of_entity =
+                ["id", "node", "allocation", "tenant", "user", "account", "project", "org", "host", "email"];
+            let is_id = label.split('_').any(|word| of_entity.contains(&word));
+            assert!(!is_id || LABELS_WITH_IDS.contains(&(&*name, &*label)), "{name} has a label {label}");
+        }
+    }
+}
+
 #[test]
 fn page_of_metrics_is_what_the_source_declares() {
     let metrics = metrics();
@@ -233,7 +254,7 @@ fn page_of_metrics_is_what_the_source_declares() {
 }
 
 /// What a task type takes to be described beside its row in the source: the structure of its payload, its result and its deadline.
-const TASK_TYPES: [(&str, &str, &str, &str); 9] = [
+const TASK_TYPES: [(&str, &str, &str, &str); 10] = [
     (
         "allocation.provision",
         "Provision",
@@ -273,6 +294,7 @@ const TASK_TYPES: [(&str, &str, &str, &str); 9] = [
         "`node.task_timeout_seconds` and `node.update_commit_seconds`",
     ),
     ("node.reboot", "Reboot", "the `boot_id` of the new boot", "`node.task_timeout_seconds`"),
+    ("node.gpu_reset", "ResetGpu", "the `gpu_uuid`, and what `nvidia-smi` wrote", "`node.task_timeout_seconds`"),
 ];
 
 /// The rows of `task_types!`: the name, what happens without a result, and what the agent does.

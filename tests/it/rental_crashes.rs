@@ -5,8 +5,10 @@ use crate::billing::{BALANCE, cost, expect_exact, expected_cost};
 use reqwest::Method;
 use serde_json::{Value, json};
 use sqlx::Row as _;
+use std::time::{Duration, Instant};
 use tests::cluster::db_lock::{DbLock, StatementFate, WRITES};
-use tests::cluster::{AllocationHandle, NodeHandle, REGION, TestCluster, client::Client, id_of};
+use tests::cluster::{AllocationHandle, NodeHandle, REGION, TestCluster, WAIT_TIMEOUT, client::Client, id_of};
+use uuid::Uuid;
 
 /// A half of a rental, which begins with a request of its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,8 +159,20 @@ async fn lock_next(cluster: &TestCluster, steps: &mut impl Iterator<Item = (Step
     None
 }
 
+/// Resends the request under one key until it is answered, however often the replica is killed meanwhile.
 async fn post(by: Client, path: String, body: Value) -> Value {
-    by.request_until_final(Method::POST, &path, Some(&body)).await.ok()
+    let key = Uuid::new_v4().to_string();
+    let until = Instant::now() + 4 * WAIT_TIMEOUT;
+    loop {
+        let request = by.request(Method::POST, &path).header("Idempotency-Key", &key).json(&body);
+        let why = match by.try_send(request).await {
+            Ok(answer) if answer.is_transient() => answer.to_string(),
+            Ok(answer) => return answer.ok(),
+            Err(error) => format!("{error:?}"),
+        };
+        assert!(Instant::now() < until, "{path} is not answered: {why}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 /// The commits of what takes part in a rental, by kind and command, oldest first; without those that only time or an agent's connection

@@ -5,7 +5,7 @@ use sqlx::Row as _;
 use std::time::Duration;
 use tests::cluster::db_lock::{StatementFate, WRITES};
 use tests::cluster::updatable_agent::{UpdatableFleet, digest};
-use tests::cluster::{TestCluster, id_of};
+use tests::cluster::{NodeHandle, TestCluster, id_of};
 use uuid::Uuid;
 
 const PATH: &str = "/api/v1/admin/rollouts";
@@ -17,8 +17,8 @@ const QUIET: Duration = Duration::from_millis(1500);
 
 async fn create(cluster: &TestCluster, canary: u32, max_unavailable: u32) -> String {
     let body = json!({
-        "digest": digest('a'), "canary": canary, "max_unavailable": max_unavailable, "selector": { "sku": SKU },
-        "reason": "a release",
+        "digest": digest('a'), "canary": canary, "max_unavailable": max_unavailable, "soak_seconds": 0,
+        "selector": { "sku": SKU }, "reason": "a release",
     });
     let created = cluster.admin.post(PATH, &body).await.created();
     format!("{PATH}/{}", id_of(&created))
@@ -79,10 +79,47 @@ async fn canary_precedes_the_waves_and_nodes_that_cannot_be_updated_are_skipped(
     assert_eq!(outcomes, vec![json!("updated"); 5]);
 
     // What has the version is skipped without an update.
-    let again = create(&cluster, 1, 2).await;
-    let ended = expect_state(&cluster, &again, "completed").await;
+    let repeated = create(&cluster, 1, 2).await;
+    let ended = expect_state(&cluster, &repeated, "completed").await;
     assert_eq!((&ended["updated"], &ended["skipped"]), (&json!(0), &json!(7)), "{ended}");
     assert_eq!(fleet.shared.begun().len(), 5);
+    cluster.shutdown().await;
+}
+
+/// A failed validation holds the node.
+async fn fail_validation(cluster: &TestCluster, fleet: &UpdatableFleet, node: &NodeHandle) {
+    fleet.shared.fail_validations(node.id);
+    let order = json!({ "level": "quick", "reason": "r" });
+    cluster.admin.post(&format!("{}/validate", node.path()), &order).await.created();
+    let held = node.expect_state("quarantined").await;
+    assert_eq!(held["quarantine_holds"][0]["author"], "validation", "{held}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn node_that_a_fault_holds_is_updated_where_the_order_includes_held_ones_and_one_of_an_administrator_is_not() {
+    let mut cluster = TestCluster::start().await;
+    let fleet = UpdatableFleet::start(&mut cluster, SKU, 3, ALL).await;
+    let [_, faulty, taken] = &fleet.nodes[..] else { unreachable!("three nodes") };
+    fail_validation(&cluster, &fleet, faulty).await;
+    taken.order("quarantine").await.ok();
+    let quarantined = |node: &NodeHandle| json!({ "node_id": node.id, "reason": "quarantined" });
+
+    let path = create(&cluster, 0, 2).await;
+    let without = expect_state(&cluster, &path, "completed").await;
+    assert_eq!((&without["include_held"], &without["updated"]), (&json!(false), &json!(1)), "{without}");
+    assert_eq!(without["skips"], json!([quarantined(faulty), quarantined(taken)]));
+
+    let body = json!({
+        "digest": digest('a'), "canary": 0, "max_unavailable": 2, "soak_seconds": 0, "include_held": true,
+        "selector": { "sku": SKU }, "reason": "the cure",
+    });
+    let path = format!("{PATH}/{}", id_of(&cluster.admin.post(PATH, &body).await.created()));
+    let ended = expect_state(&cluster, &path, "completed").await;
+    assert_eq!((&ended["include_held"], &ended["updated"], &ended["failed"]), (&json!(true), &json!(1), &json!(0)));
+    assert!(ended["skips"].as_array().unwrap().contains(&quarantined(taken)), "{ended}");
+    let updated = faulty.get().await;
+    assert_eq!((&updated["agent"]["package_digest"], &updated["state"]), (&json!(digest('a')), &json!("quarantined")));
+    assert_eq!(taken.get().await["agent"]["package_digest"], digest('0'));
     cluster.shutdown().await;
 }
 
@@ -158,7 +195,7 @@ async fn kill_of_the_owner_at_any_commit_of_a_rollout_loses_no_node_and_updates_
     for (n, (kind, command, fate)) in commits.into_iter().enumerate() {
         let lock = cluster.lock_commits_of(kind, command).await;
         let version = char::from_digit(u32::try_from(n).unwrap() + 1, 16).unwrap();
-        let body = json!({ "digest": digest(version), "canary": 1, "max_unavailable": 2, "reason": "a release" });
+        let body = json!({ "digest": digest(version), "canary": 1, "max_unavailable": 2, "soak_seconds": 0, "reason": "a release" });
         let path = format!("{PATH}/{}", id_of(&cluster.admin.post(PATH, &body).await.created()));
         lock.expect_blocked(WRITES).await;
         cluster.kill9_replica(0);
@@ -172,5 +209,31 @@ async fn kill_of_the_owner_at_any_commit_of_a_rollout_loses_no_node_and_updates_
         nodes.sort();
         assert_eq!(orders, nodes, "{kind} {command} {fate:?}");
     }
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_begins_in_a_soak_which_survives_the_death_of_its_owner() {
+    const SOAK: Duration = Duration::from_secs(15);
+    let mut cluster = TestCluster::start().await;
+    let fleet = UpdatableFleet::start(&mut cluster, SKU, 3, ALL).await;
+    let body = json!({
+        "digest": digest('a'), "canary": 1, "max_unavailable": 2, "soak_seconds": SOAK.as_secs(), "reason": "a release",
+    });
+    let path = format!("{PATH}/{}", id_of(&cluster.admin.post(PATH, &body).await.created()));
+    let soaks = |rollout: &Value| !rollout["soaks_until"].is_null();
+    let soaking = cluster.admin.wait_until(&path, "its canary is watched", soaks).await;
+    let until: chrono::DateTime<chrono::Utc> = soaking["soaks_until"].as_str().unwrap().parse().unwrap();
+    cluster.kill9_replica(0);
+    cluster.restart_replica(0).await;
+    let shown = cluster.admin.get(&path).await.ok();
+    // A replica that took longer than the soak to start shows what comes after it.
+    if chrono::Utc::now() < until {
+        assert_eq!((&shown["soaks_until"], &shown["stage"]), (&soaking["soaks_until"], &json!("canary")), "{shown}");
+    }
+    fleet.shared.expect_begun(2).await;
+    assert!(chrono::Utc::now() >= until, "an update began in the soak");
+    let ended = expect_state(&cluster, &path, "completed").await;
+    assert_eq!((&ended["updated"], &ended["failed"]), (&json!(3), &json!(0)), "{ended}");
     cluster.shutdown().await;
 }

@@ -31,7 +31,7 @@ fn schemathesis(cluster: &TestCluster, folder: &Path, username: &str) -> Command
         .arg(cluster.authority.certificate_path())
         .arg("--header")
         .arg(format!("Authorization: Bearer {}", token.expose_secret()))
-        .args(["--seed", &seed, "--workers", WORKERS, "--request-timeout", "10", "--continue-on-failure"])
+        .args(["--seed", &seed, "--workers", WORKERS, "--request-timeout", "60", "--continue-on-failure"])
         // Earlier failures are not replayed first: a run depends on its seed alone.
         .args(["--generation-database", "none"])
         // `hooks.py` has a check that distinguishes the two meanings of 400.

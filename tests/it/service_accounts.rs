@@ -3,7 +3,7 @@
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use tests::cluster::client::{ApiResponse, Client};
-use tests::cluster::{TestCluster, id_of};
+use tests::cluster::{TestCluster, WAIT_TIMEOUT, id_of};
 
 const ACCOUNTS: &str = "/api/v1/service-accounts";
 
@@ -101,7 +101,7 @@ async fn new_keys_of_the_identity_provider_are_followed_and_can_be_pushed_to_eve
         .send_once(Method::POST, "/internal/auth/jwks/refresh", None)
         .await;
     assert_eq!(answer.ok()["keys"], 1);
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    let until = std::time::Instant::now() + WAIT_TIMEOUT;
     while cluster.identity.key_set_reads() < before + 2 {
         assert!(std::time::Instant::now() < until, "the other replica was not notified");
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -110,6 +110,7 @@ async fn new_keys_of_the_identity_provider_are_followed_and_can_be_pushed_to_eve
     let old = cluster.at_replica(1, "user");
     cluster.identity.rotate().unwrap();
     let new = cluster.at_replica(1, "user");
+    let until = std::time::Instant::now() + WAIT_TIMEOUT;
     while new.send_once(Method::GET, "/api/v1/skus", None).await.status == StatusCode::UNAUTHORIZED {
         assert!(std::time::Instant::now() < until, "the new key is not believed");
         old.send_once(Method::GET, "/api/v1/skus", None).await.ok();

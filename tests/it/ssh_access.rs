@@ -1,5 +1,6 @@
 //! SSH access as users see it: real keys, a real ssh, and a real sshd on a disposable machine.
 
+use crate::alerts::monitoring::Monitoring;
 use crate::system_executor::{GPUS, onboarded, rent_with, start};
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -7,8 +8,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use tests::cluster::test_machine::TestMachine;
 use tests::cluster::{AllocationHandle, NodeHandle, REGION, TestCluster, WAIT_TIMEOUT, id_of, ssh_public_key};
-use tests::skipped::report_skipped;
+use tests::skipped_tests::report_skipped;
 use uuid::Uuid;
+
+/// More attempts to write SSH keys than the alert allows to fail.
+const FAILED_WRITES: usize = 5;
 
 /// An SSH client with a key and known hosts of its own.
 pub(crate) struct SshClient {
@@ -33,7 +37,7 @@ impl SshClient {
         let known = format!("UserKnownHostsFile={}", self.folder.path().join("known").display());
         let mut ssh = Command::new("ssh");
         ssh.args(["-F", "none", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", &known]);
-        ssh.args(["-o", "ConnectTimeout=10", "-o", "IdentitiesOnly=yes", "-p", &port.to_string(), "-i"]);
+        ssh.args(["-o", "ConnectTimeout=60", "-o", "IdentitiesOnly=yes", "-p", &port.to_string(), "-i"]);
         let ran = ssh.arg(self.folder.path().join("key")).arg(login).arg(command).output().unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
         if ran.status.success() { Ok(text(&ran.stdout)) } else { Err(text(&ran.stderr)) }
@@ -69,6 +73,7 @@ impl SshNode {
         let reached = cluster.admin.request(Method::PATCH, &door.node.path()).json(&reached);
         cluster.admin.send(reached).await.ok();
         door.node.expect_state("active").await;
+        expect_host_key(cluster, &door.node, &door.machine).await;
         Some(door)
     }
 
@@ -93,6 +98,24 @@ impl SshNode {
     async fn end(mut self, cluster: TestCluster) {
         assert!(self.machine.stop_agent().is_some_and(|status| status.success()));
         cluster.shutdown().await;
+    }
+}
+
+/// Waits until the control plane knows the host key of the agent's own sshd: the agent reports it with its first message.
+pub(crate) async fn expect_host_key(cluster: &TestCluster, node: &NodeHandle, machine: &TestMachine) {
+    let is_known = "SELECT strpos(body::text, $2) > 0 FROM entity WHERE id = $1";
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let printed = machine.try_run("ssh-keygen -lf /var/lib/gpuaas-agent/ssh/host_key.pub");
+        let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+        if let Some(fingerprint) = printed.split_whitespace().nth(1) {
+            let known = sqlx::query_scalar::<_, bool>(is_known).bind(node.id).bind(fingerprint);
+            if known.fetch_one(&cluster.pool).await.unwrap() {
+                return;
+            }
+        }
+        assert!(Instant::now() < until, "the agent has not reported its host key: {printed:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
@@ -231,6 +254,22 @@ async fn ssh_key_changes_reach_a_node_that_was_offline_and_the_last_change_wins(
     cluster.resume_agent(&node);
     wait_for_written_keys(&cluster, &allocation).await;
     assert_eq!(std::fs::read_to_string(&file).unwrap(), without_comment(2));
+    // An agent that cannot write the file tries again, and more failures than are allowed cause an alert.
+    let monitoring = Monitoring::start(&cluster).await;
+    std::fs::remove_file(&file).unwrap();
+    std::fs::create_dir(&file).unwrap();
+    for failures in 1..=FAILED_WRITES {
+        select_keys(&cluster, &allocation, &json!([ids[failures % 2]])).await.ok();
+        let have_failed = |log: &Value| {
+            let rows = log["items"].as_array().unwrap();
+            rows.iter().filter(|row| row["metadata"]["result"] == "failed").count() >= failures
+        };
+        let log = "/api/v1/admin/audit-log?action=ssh_keys.reconcile";
+        cluster.admin.wait_until(log, &format!("{failures} attempts have failed"), have_failed).await;
+    }
+    let not_written = monitoring.alertmanager.expect("tickets", "GPUAASSshKeysNotWritten", true).await;
+    assert_eq!(not_written.runbook, "ops.node.onboarding");
+    std::fs::remove_dir(&file).unwrap();
     // An agent that is killed during a change completes it.
     select_keys(&cluster, &allocation, &json!([ids[0], ids[1]])).await.ok();
     cluster.kill9_agent(&node);
@@ -256,8 +295,6 @@ async fn gpuctl_ssh_pins_the_host_key_and_returns_the_exit_status() {
     let Some(SshNode { node, mut machine, .. }) = SshNode::open(&mut cluster).await else {
         return cluster.shutdown().await;
     };
-    // The agent reports the host key with its first message.
-    tokio::time::sleep(Duration::from_secs(1)).await;
     let ann = SshClient::new();
     let gpuctl = cluster.logged_in("user").await;
     let identity = ann.folder.path().join("key").display().to_string();
@@ -290,6 +327,8 @@ async fn gpuctl_ssh_pins_the_host_key_and_returns_the_exit_status() {
     machine.run("cd /var/lib/gpuaas-agent/ssh && ssh-keygen -q -t ed25519 -N '' -f other && mv other host_key && rm host_key.pub other.pub");
     let door = machine.run("cat /var/lib/gpuaas-agent/ssh/sshd_config");
     machine.run(&format!("cat > /run/in-between <<'END'\n{door}\nEND\n/usr/sbin/sshd -f /run/in-between -o PidFile=/run/in-between.pid >/dev/null 2>&1"));
+    // It writes the file when it listens.
+    machine.run("timeout 60 sh -c 'until [ -s /run/in-between.pid ]; do sleep 0.1; done'");
     let refused = gpuctl.run(&[&ssh[..], &["true"]].concat()).await.failed(6);
     assert!(refused.contains("host key"), "{refused}");
     assert!(!known.exists());

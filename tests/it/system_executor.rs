@@ -1,11 +1,14 @@
 //! Linux users on a disposable machine, through the whole service: they exist while an allocation is active, and leave no trace afterwards.
 
-use crate::ssh_access::SshClient;
+use crate::ssh_access::{SshClient, expect_host_key};
 use reqwest::Method;
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 use tests::cluster::test_machine::TestMachine;
-use tests::cluster::{AllocationHandle, GPU_MEMORY_MIB, NodeHandle, REGION, TestCluster, id_of, ssh_public_key};
-use tests::skipped::report_skipped;
+use tests::cluster::{
+    AllocationHandle, GPU_MEMORY_MIB, NodeHandle, REGION, TestCluster, WAIT_TIMEOUT, id_of, ssh_public_key,
+};
+use tests::skipped_tests::report_skipped;
 
 pub(crate) const GPUS: u32 = 4;
 /// The agent's own state, the assigned uids, and append-only logs: all that a tenant may leave behind.
@@ -116,10 +119,10 @@ fn litters(machine: &TestMachine, user: &str) {
     ] {
         machine.spawn_as(user, script);
     }
-    let started = std::time::Instant::now();
+    let started = Instant::now();
     while machine.view().processes().len() < 40 {
-        assert!(started.elapsed().as_secs() < 20, "it does not fork");
-        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(started.elapsed() < WAIT_TIMEOUT, "it does not fork: {}", machine.view().processes().len());
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
@@ -175,20 +178,19 @@ async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
     let reached =
         cluster.admin.request(Method::PATCH, &node.path()).json(&json!({ "host": "127.0.0.1", "port": port }));
     cluster.admin.send(reached).await.ok();
-    // The agent reports the host key with its first message.
     let runs = |seen: &Value| seen["state"] == "active";
     cluster.admin.wait_until(&node.path(), "the node is active", runs).await;
-    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    expect_host_key(&cluster, &node, &machine).await;
 
     let (ann, eve) = (SshClient::new(), SshClient::new());
     let (allocation, active, user) = rent_with(&cluster, &node, 1, &ann.public_key()).await;
     let ssh = &active["ssh"];
     assert_eq!((&ssh["host"], &ssh["port"]), (&json!("127.0.0.1"), &json!(port)), "{ssh}");
     let login = format!("{user}@127.0.0.1");
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     while let Err(why) = ann.run(port, &login, "true") {
-        assert!(began.elapsed().as_secs() < 30, "{why}");
-        std::thread::sleep(std::time::Duration::from_millis(200));
+        assert!(began.elapsed() < WAIT_TIMEOUT, "{why}");
+        std::thread::sleep(Duration::from_millis(200));
     }
     assert_eq!(ann.run(port, &login, "id -un; echo $HOME").as_deref(), Ok(format!("{user}\n/home/{user}").as_str()));
     assert_eq!(ssh["host_key_fingerprint"], ann.met(), "{ssh}");
@@ -204,7 +206,7 @@ async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
     // In the tenant's private /tmp.
     let own = format!("/var/lib/gpuaas-agent/private/tmp/{user}");
     while !machine.view().at(&own).join("x").exists() {
-        std::thread::sleep(std::time::Duration::from_millis(50));
+        std::thread::sleep(Duration::from_millis(50));
     }
     allocation.release().await;
     allocation.expect_state("released").await;
@@ -218,14 +220,10 @@ async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
     // An agent that was killed leaves its sshd running; the next one takes it over.
     let variables = [("SVC_NODE_AGENT_SSH_LISTEN", &*format!("127.0.0.1:{port}"))];
     start(&mut machine, &variables);
-    let listens = |machine: &TestMachine| machine.view().at("/var/lib/gpuaas-agent/ssh/sshd.pid").exists();
-    while !listens(&machine) {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
+    let left = listening_sshd(&machine, "").await;
     machine.kill9_agent();
     start(&mut machine, &variables);
-    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert!(listens(&machine));
+    listening_sshd(&machine, &left).await;
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
     machine.run("rmdir /run/sshd");
     start(&mut machine, &[]);
@@ -235,6 +233,20 @@ async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
     assert!(traces.is_empty(), "{traces:#?}");
     machine.stop_agent();
     cluster.shutdown().await;
+}
+
+/// The process id of the agent's sshd, once it is another one than this and listens.
+async fn listening_sshd(machine: &TestMachine, before: &str) -> String {
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let file = machine.view().at("/var/lib/gpuaas-agent/ssh/sshd.pid");
+        let pid = std::fs::read_to_string(file).unwrap_or_default().trim().to_owned();
+        if !pid.is_empty() && pid != before {
+            return pid;
+        }
+        assert!(Instant::now() < until, "no sshd other than {before:?} listens: {pid:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 /// A shutdown program that reports a reboot and does nothing.
@@ -251,10 +263,10 @@ async fn reboot_task_reboots_the_machine_once_whatever_happens_to_its_agent() {
     let tasks = format!("{}/tasks", node.path());
     cluster.admin.post(&tasks, &json!({ "type": "node.reboot", "reason": "a new kernel" })).await.created();
     let asked = |machine: &TestMachine| std::fs::read_to_string(machine.view().at("/run/asked")).unwrap_or_default();
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     while asked(&machine).is_empty() {
-        assert!(began.elapsed().as_secs() < 30, "the machine never got the reboot task");
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        assert!(began.elapsed() < WAIT_TIMEOUT, "the machine never got the reboot task");
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     machine.kill9_agent();
     start(&mut machine, &[]);

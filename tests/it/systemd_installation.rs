@@ -2,10 +2,10 @@
 //! the book (`operator/install.md`) says, on Debian's own Postgres through its socket.
 
 use crate::external_tools::{root, tools};
-use local_servers::files;
 use local_servers::identity::{self, IdentityProvider};
 use local_servers::nats::{NatsServer, NatsUser};
 use local_servers::pki::Authority;
+use local_servers::private_files;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -17,25 +17,26 @@ use tests::systemd_container::SystemdContainer;
 use wire::bundle::BootstrapBundle;
 
 const MEMBER: &str = "replica-1";
-const UNIT: &str = "gpuaas.service";
-const AGENT: &str = "gpuaas-agent.service";
-const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const UNIT: &str = "gpuaas.service";
+pub(crate) const AGENT: &str = "gpuaas-agent.service";
+const WITHIN: Duration = Duration::from_secs(120);
 
 /// The container, and the services on this host.
-struct Installation {
-    machine: SystemdContainer,
+pub(crate) struct Installation {
+    pub(crate) machine: SystemdContainer,
     identity: IdentityProvider,
     nats: NatsServer,
     authority: Authority,
-    listens: ListenAddresses,
+    pub(crate) listens: ListenAddresses,
     _folder: tempfile::TempDir,
 }
 
 impl Installation {
-    async fn begin() -> Option<Self> {
+    /// A machine with these programs in `/usr/local/bin`.
+    pub(crate) async fn begin(programs: &[&str]) -> Option<Self> {
         let test = std::env::current_exe().unwrap();
         let programs: Vec<PathBuf> =
-            ["gpuaas", "gpuaas-agent"].iter().map(|name| files::find_sibling(&test, name).unwrap()).collect();
+            programs.iter().map(|name| private_files::find_sibling(&test, name).unwrap()).collect();
         let machine = SystemdContainer::start(&tools(), &programs).expect("the container starts")?;
         let folder = tempfile::tempdir().unwrap();
         let authority = Authority::create(&folder.path().join("pki")).unwrap();
@@ -44,9 +45,7 @@ impl Installation {
         let nats = NatsServer::start(&folder.path().join("nats"), &authority, users).await.unwrap();
         let identity = IdentityProvider::start().await.unwrap();
         let listens = ListenAddresses::on_free_ports().unwrap();
-        let it = Self { machine, identity, nats, authority, listens, _folder: folder };
-        it.install();
-        Some(it)
+        Some(Self { machine, identity, nats, authority, listens, _folder: folder })
     }
 
     /// The files of an installation, and the database of the unit's user, who connects over the socket without a password.
@@ -59,16 +58,21 @@ impl Installation {
         self.machine.run("install -d -m 0755 /etc/gpuaas");
         let key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
         self.machine.write("/etc/gpuaas/kek", 0o600, format!("key first {key}\nactive first\n").as_bytes());
-        let certificate = self.authority.server_certificate("control-plane").unwrap();
-        self.machine.write("/etc/gpuaas/tls.pem", 0o644, &std::fs::read(certificate.certificate_path).unwrap());
-        self.machine.write("/etc/gpuaas/tls.key", 0o600, &std::fs::read(certificate.key_path).unwrap());
-        self.machine.write("/etc/gpuaas/ca.pem", 0o644, self.authority.certificate_pem().as_bytes());
+        self.write_certificate("/etc/gpuaas/tls.pem", "/etc/gpuaas/tls.key");
         self.machine.run("cd / && runuser -u postgres -- createuser gpuaas");
         self.machine.run("cd / && runuser -u postgres -- createdb --owner gpuaas gpuaas");
         self.machine.run("systemctl daemon-reload");
     }
 
-    fn settings(&self) -> Vec<(&'static str, String)> {
+    /// The server's certificate and its key as these files, and their authority where the settings name it.
+    pub(crate) fn write_certificate(&self, chain: &str, key: &str) {
+        let certificate = self.authority.server_certificate("control-plane").unwrap();
+        self.machine.write(chain, 0o644, &std::fs::read(certificate.certificate_path).unwrap());
+        self.machine.write(key, 0o600, &std::fs::read(certificate.key_path).unwrap());
+        self.machine.write("/etc/gpuaas/ca.pem", 0o644, self.authority.certificate_pem().as_bytes());
+    }
+
+    pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
         let ListenAddresses { public, node, webhook, operations } = self.listens;
         vec![
             ("SVC_DATABASE_URL", "postgres:///gpuaas?host=/run/postgresql&user=gpuaas".to_owned()),
@@ -87,9 +91,9 @@ impl Installation {
         ]
     }
 
-    fn configure(&self, settings: &[(&'static str, String)]) {
+    pub(crate) fn write_settings(&self, path: &str, settings: &[(&'static str, String)]) {
         let text: String = settings.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
-        self.machine.write("/etc/gpuaas/gpuaas.env", 0o600, text.as_bytes());
+        self.machine.write(path, 0o600, text.as_bytes());
     }
 
     async fn expect_ready(&self) {
@@ -105,8 +109,32 @@ impl Installation {
         }
     }
 
+    /// A client that has no connection yet.
+    fn client(&self) -> reqwest::Client {
+        let authority = reqwest::Certificate::from_pem(self.authority.certificate_pem().as_bytes()).unwrap();
+        reqwest::Client::builder().tls_certs_only([authority]).tls_info(true).build().unwrap()
+    }
+
+    /// The certificate that the client was presented on the connection of its request.
+    async fn presented(&self, client: &reqwest::Client) -> Vec<u8> {
+        let url = format!("https://{}/api/v1/healthz", self.listens.public);
+        let answer = client.get(url).send().await.unwrap();
+        let connection = answer.extensions().get::<reqwest::tls::TlsInfo>().expect("it is TLS");
+        let certificate = connection.peer_certificate().expect("a server has one").to_vec();
+        answer.bytes().await.unwrap();
+        certificate
+    }
+
+    /// What was refused at the last reload, by the metric.
+    async fn refused_parts(&self) -> Vec<String> {
+        let page =
+            reqwest::get(format!("http://{}/metrics", self.listens.operations)).await.unwrap().text().await.unwrap();
+        let parts = page.lines().filter_map(|line| line.strip_prefix("settings_reload_refused{part=\""));
+        parts.filter_map(|rest| rest.strip_suffix("\"} 1")).map(str::to_owned).collect()
+    }
+
     /// Asserts that the unit has failed with this status, once, and is not restarted.
-    async fn expect_failed_for_good(&self, unit: &str, status: &str) {
+    pub(crate) async fn expect_failed_for_good(&self, unit: &str, status: &str) {
         self.machine.expect_property(unit, "ActiveState", "failed").await;
         // Longer than either unit's `RestartSec`.
         tokio::time::sleep(Duration::from_secs(6)).await;
@@ -118,6 +146,22 @@ impl Installation {
         let http = https_client(self.authority.certificate_path()).unwrap();
         let token = self.identity.token_of(username).unwrap();
         DevApi::new(http, &format!("https://{}", self.listens.public), token)
+    }
+
+    /// Writes the bundle of a new node, and waits until its agent has reported what the machine has.
+    pub(crate) async fn enroll_an_agent(&self) {
+        let (path, bundle) = self.new_node().await;
+        self.machine.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
+        self.machine.run("systemctl restart gpuaas-agent");
+        let seen = self
+            .api("admin")
+            .wait_for(&path, "the agent has reported what the machine has", WITHIN, |node: &Value| {
+                Ok((node["state_reason"]["code"] == "inventory_mismatch").then(|| node.clone()))
+            })
+            .await;
+        let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", self.machine.journal(AGENT)));
+        assert_eq!(seen["state"], "enrolling", "{seen}");
+        assert_eq!(self.machine.property(AGENT, "NRestarts"), "0");
     }
 
     /// A node of an active SKU, with the bundle of its agent.
@@ -150,7 +194,8 @@ impl Installation {
 #[tokio::test(flavor = "multi_thread")]
 async fn shipped_units_start_the_real_programs_and_stay_failed_on_an_invalid_setting() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let Some(it) = Installation::begin().await else { return };
+    let Some(it) = Installation::begin(&["gpuaas", "gpuaas-agent"]).await else { return };
+    it.install();
     let machine = &it.machine;
 
     // Without settings: every missing variable is named, once, and the unit is not restarted.
@@ -161,13 +206,15 @@ async fn shipped_units_start_the_real_programs_and_stay_failed_on_an_invalid_set
         assert_eq!(output.matches(name).count(), 1, "{name}: {output}");
     }
 
-    it.configure(&it.settings());
+    it.write_settings("/etc/gpuaas/gpuaas.env", &it.settings());
     machine.run("systemctl restart gpuaas");
     it.expect_ready().await;
     // As an unprivileged user of the unit's name, who can read the secrets through systemd alone.
     let pid = machine.property(UNIT, "MainPID");
     assert_eq!(machine.run(&format!("ps -o user= -p {pid}")).trim(), "gpuaas");
     assert_eq!(machine.run("stat -c %U:%a /etc/gpuaas/kek").trim(), "root:600");
+
+    a_reload_takes_what_is_renewed_and_refuses_what_cannot_be_used(&it).await;
 
     // The unit waits for a database that is down.
     machine.run("systemctl stop postgresql@*");
@@ -194,23 +241,62 @@ async fn shipped_units_start_the_real_programs_and_stay_failed_on_an_invalid_set
     it.expect_failed_for_good(UNIT, "243").await;
 }
 
+/// `systemctl reload` on the running unit: no connection is closed, and its process stays.
+async fn a_reload_takes_what_is_renewed_and_refuses_what_cannot_be_used(it: &Installation) {
+    let machine = &it.machine;
+    let (chain, key) = ("/etc/gpuaas/tls.pem", "/etc/gpuaas/tls.key");
+    let pid = machine.property(UNIT, "MainPID");
+    let connected = it.client();
+    let first = it.presented(&connected).await;
+    assert!(!machine.journal(UNIT).contains("\"DEBUG\""));
+
+    it.write_certificate(chain, key);
+    let mut settings = it.settings();
+    settings.push(("RUST_LOG", "info,edge=debug".to_owned()));
+    it.write_settings("/etc/gpuaas/gpuaas.env", &settings);
+    machine.run("systemctl reload gpuaas");
+    let renewed = it.presented(&it.client()).await;
+    assert!(renewed != first, "a new connection is presented the new certificate");
+    assert_eq!(it.presented(&connected).await, first, "the open connection stays");
+    assert_eq!(machine.property(UNIT, "StatusText"), "reloaded");
+    // Each request is a line of the new filter.
+    let until = Instant::now() + WITHIN;
+    while !machine.journal(UNIT).contains("\"level\":\"DEBUG\"") {
+        assert!(Instant::now() < until, "the filter is not replaced: {}", machine.journal(UNIT));
+        it.presented(&connected).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert_eq!(machine.run("stat -c %U:%a /run/gpuaas/tls.key").trim(), "gpuaas:600");
+
+    // The key of another chain, a database that does not take the user, a line that is no setting.
+    let whole = machine.run(&format!("cat {key}"));
+    it.write_certificate("/etc/gpuaas/other.pem", key);
+    settings[0].1 = settings[0].1.replace("user=gpuaas", "user=nobody");
+    it.write_settings("/etc/gpuaas/gpuaas.env", &settings);
+    machine.attempt("systemctl reload gpuaas").expect_err("the reload fails");
+    assert_eq!(it.presented(&it.client()).await, renewed);
+    let refused = "refused, and as it was before: certificate, database";
+    assert_eq!(machine.property(UNIT, "StatusText"), refused, "{}", machine.journal(UNIT));
+    assert_eq!(it.refused_parts().await, ["certificate", "database"]);
+    let output = machine.journal(UNIT);
+    assert!(output.contains("keys may not be consistent") || output.contains("KeyMismatch"), "{output}");
+    assert!(output.contains(&format!("gpuaas: {refused}")), "the reload itself says it: {output}");
+    machine.attempt("echo hunter2 >>/etc/gpuaas/gpuaas.env; systemctl reload gpuaas").expect_err("the reload fails");
+    assert_eq!(it.refused_parts().await, ["certificate", "database", "logs"]);
+    assert!(!machine.journal(UNIT).contains("hunter2"));
+
+    machine.write(key, 0o600, whole.as_bytes());
+    it.write_settings("/etc/gpuaas/gpuaas.env", &it.settings());
+    machine.run("systemctl reload gpuaas");
+    assert_eq!((it.refused_parts().await, it.presented(&it.client()).await), (Vec::new(), renewed));
+    assert_eq!(machine.property(UNIT, "MainPID"), pid);
+}
+
 /// Without a GPU the agent enrolls, and its node waits for the GPUs of its SKU.
 async fn the_agents_unit_enrolls(it: &Installation) {
     let machine = &it.machine;
     machine.attempt("systemctl enable --now gpuaas-agent").unwrap_or_default();
     it.expect_failed_for_good(AGENT, "2").await;
     assert!(machine.journal(AGENT).contains("/etc/gpuaas/agent.env is not there"), "{}", machine.journal(AGENT));
-
-    let (path, bundle) = it.new_node().await;
-    machine.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
-    machine.run("systemctl restart gpuaas-agent");
-    let seen = it
-        .api("admin")
-        .wait_for(&path, "the agent has reported what the machine has", WITHIN, |node: &Value| {
-            Ok((node["state_reason"]["code"] == "inventory_mismatch").then(|| node.clone()))
-        })
-        .await;
-    let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", machine.journal(AGENT)));
-    assert_eq!(seen["state"], "enrolling", "{seen}");
-    assert_eq!(machine.property(AGENT, "NRestarts"), "0");
+    it.enroll_an_agent().await;
 }

@@ -6,7 +6,34 @@ use std::sync::Arc;
 use tests::cluster::fake_agent::FakeAgent;
 use tests::cluster::{AllocationHandle, GPUS, REGION, TestCluster, id_of};
 use uuid::Uuid;
-use wire::task::{Task, TaskResult};
+use wire::task::{Task, TaskPayload, TaskResult};
+
+/// The task's first attempt after this one.
+async fn attempt_after(agent: &FakeAgent, before: &TaskPayload) -> TaskPayload {
+    loop {
+        let task = agent.next_task().await;
+        if task.attempt > before.attempt {
+            return task;
+        }
+    }
+}
+
+/// Reports the result of this attempt, which is recorded. On a slow machine it may have timed out before, and is then followed by another
+/// one; returns the attempt whose result is recorded.
+async fn report_an_attempt(
+    agent: &FakeAgent,
+    mut task: TaskPayload,
+    result: impl Fn(&TaskPayload) -> TaskResult,
+) -> TaskPayload {
+    loop {
+        let answer = agent.report(task.task_id, &result(&task)).await;
+        if answer.code() != "stale_attempt" {
+            assert_eq!(answer.ok()["recorded"], "new", "{task:?}");
+            return task;
+        }
+        task = attempt_after(agent, &task).await;
+    }
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn task_result_is_recorded_once_and_never_changed() {
@@ -58,26 +85,14 @@ async fn task_result_is_recorded_once_and_never_changed() {
     if first.task_id == second.task_id {
         agent.report(first.task_id, &agent.failure(&first)).await.expect_error(409, "stale_attempt");
     }
-    let without_proof = TaskResult { proof: None, ..agent.success(&second) };
-    assert_eq!(agent.report(second.task_id, &without_proof).await.ok()["recorded"], "new");
+    let without_proof = |task: &TaskPayload| TaskResult { proof: None, ..agent.success(task) };
+    let second = report_an_attempt(&agent, second, without_proof).await;
     allocation.expect_state("release_failed").await;
-    let third = loop {
-        let task = agent.next_task().await;
-        if task.attempt > second.attempt {
-            break task;
-        }
-    };
     // A proof with another signature is invalid.
-    let forged = TaskResult { proof: stranger.success(&third).proof, ..agent.success(&third) };
-    assert_eq!(agent.report(third.task_id, &forged).await.ok()["recorded"], "new");
+    let forged = |task: &TaskPayload| TaskResult { proof: stranger.success(task).proof, ..agent.success(task) };
+    let third = report_an_attempt(&agent, attempt_after(&agent, &second).await, forged).await;
     allocation.expect_state("release_failed").await;
-    let fourth = loop {
-        let task = agent.next_task().await;
-        if task.attempt > third.attempt {
-            break task;
-        }
-    };
-    assert_eq!(agent.report(fourth.task_id, &agent.success(&fourth)).await.ok()["recorded"], "new");
+    report_an_attempt(&agent, attempt_after(&agent, &third).await, |task| agent.success(task)).await;
     allocation.expect_state("released").await;
     node.expect_all_free().await;
     cluster.shutdown().await;
@@ -96,7 +111,7 @@ async fn last_gpu_goes_to_one_of_two_users_and_the_other_sees_the_free_capacity(
         let ask = |index: usize, username: &str| {
             let by = cluster.at_replica(index, username);
             let wanted = wanted.clone();
-            async move { (by.send_once(Method::POST, "/api/v1/allocations", Some(&wanted)).await, by) }
+            async move { (by.post("/api/v1/allocations", &wanted).await, by) }
         };
         let ((one, user), (two, other)) = tokio::join!(ask(0, "user"), ask(1, "user2"));
         let (won, by, lost) = if one.status.is_success() { (one, user, two) } else { (two, other, one) };
@@ -126,9 +141,9 @@ async fn idempotency_key_rents_once_and_belongs_to_one_request() {
         async move { by.send(request).await }
     };
     let first = send(0, wanted.clone()).await.created();
-    let again = send(1, wanted.clone()).await;
-    assert_eq!(again.headers.get("idempotency-replayed").map(|it| it.to_str().unwrap()), Some("true"), "{again}");
-    assert_eq!(again.created()["id"], first["id"]);
+    let repeated = send(1, wanted.clone()).await;
+    assert_eq!(repeated.headers.get("idempotency-replayed").map(|it| it.to_str().unwrap()), Some("true"), "{repeated}");
+    assert_eq!(repeated.created()["id"], first["id"]);
     let other = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 2 });
     send(1, other).await.expect_error(422, "idempotency_key_reused");
     let without = cluster.user.request(Method::POST, "/api/v1/allocations").json(&wanted);

@@ -6,8 +6,8 @@ use axum::Router;
 use axum::extract::Request;
 use axum::http::HeaderMap;
 use axum::routing::get;
-use local_servers::files;
 use local_servers::pki::Authority;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch, free_port, tail};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 use reqwest::{Client, Identity, Method, StatusCode};
@@ -19,7 +19,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-const WITHIN: Duration = Duration::from_secs(20);
+const WITHIN: Duration = Duration::from_secs(60);
 /// How long a connection may say nothing.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 const CONNECTIONS_OF_ADDRESS_MAX: usize = 32;
@@ -36,7 +36,7 @@ impl Edge {
     /// The edge in front of this port.
     async fn start(upstream: u16, variables: &[(&str, &Path)], client: Client) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let program = files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-telemetry-edge").unwrap();
+        let program = private_files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-telemetry-edge").unwrap();
         let port = free_port().unwrap();
         let mut launch = Launch::new("gpuaas-telemetry-edge", program, folder.path().join("log"))
             .variable("SVC_TELEMETRY_EDGE_LISTEN", format!("127.0.0.1:{port}"))
@@ -207,22 +207,31 @@ async fn slow_crowded_and_oversized_connections_are_closed_and_the_others_served
     let (upstream, _) = fake_agent(&["/"]).await;
     let edge = Edge::start(upstream, &[], client().build().unwrap()).await;
     let connect = async || TcpStream::connect(("127.0.0.1", edge.port)).await.unwrap();
-    let mut slow = Vec::new();
-    for _ in 0..CONNECTIONS_OF_ADDRESS_MAX {
-        let mut stream = connect().await;
-        stream.write_all(b"GET /svc/telemetry/health HTTP/1.1\r\n").await.unwrap();
-        slow.push(stream);
-    }
-    let mut one_more = connect().await;
-    let began = Instant::now();
-    assert_eq!(read_to_end(&mut one_more).await, "", "over the bound of one address it is closed at once");
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let (mut slow, began) = loop {
+        let (mut slow, began) = (Vec::new(), Instant::now());
+        for _ in 0..CONNECTIONS_OF_ADDRESS_MAX {
+            let mut stream = connect().await;
+            let _ = stream.write_all(b"GET /svc/telemetry/health HTTP/1.1\r\n").await;
+            slow.push(stream);
+        }
+        // Over the bound of one address, even a whole request is closed without an answer.
+        let mut one_more = connect().await;
+        let request = b"GET /svc/telemetry/health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        let _ = one_more.write_all(request).await;
+        let answer = read_to_end(&mut one_more).await;
+        if answer.is_empty() {
+            break (slow, began);
+        }
+        // A machine that paused for so long has closed a slow one before: they are made again.
+        let elapsed = began.elapsed();
+        assert!(elapsed >= HEAD_TIMEOUT, "after {elapsed:?}: {answer}");
+    };
     for stream in &mut slow {
         let answer = read_to_end(stream).await;
         assert!(!answer.contains("200 OK"), "{answer}");
     }
     let elapsed = began.elapsed();
-    assert!(elapsed < HEAD_TIMEOUT + Duration::from_secs(10), "a slow head is closed: {elapsed:?}");
+    assert!(elapsed < HEAD_TIMEOUT + WITHIN, "a slow head is closed: {elapsed:?}");
 
     let mut large = connect().await;
     let head = format!("GET / HTTP/1.1\r\nhost: x\r\nx-large: {}\r\n\r\n", "a".repeat(64 * 1024));

@@ -110,7 +110,7 @@ async fn session_survives_a_kill_of_its_replica_without_loss() {
     let (position, mut shown) = (terminal.position, terminal.shown.clone());
     let elsewhere = cluster.at_replica(1, "user");
     let until = Instant::now() + WAIT_TIMEOUT;
-    let again = loop {
+    let repeated = loop {
         let answer = cluster.request_terminal_token(&elsewhere, allocation.id, Some(ticket.session)).await;
         if answer.status.as_u16() == 201 {
             break answer.body["token"].as_str().unwrap().to_owned();
@@ -118,7 +118,7 @@ async fn session_survives_a_kill_of_its_replica_without_loss() {
         assert!(Instant::now() < until, "{answer}");
         tokio::time::sleep(SHORT).await;
     };
-    let mut terminal = cluster.gateway_at(1).open(&again, Some(position)).await;
+    let mut terminal = cluster.gateway_at(1).open(&repeated, Some(position)).await;
     let attached = terminal.attached().await;
     assert_eq!(
         (attached["position"].as_u64(), attached["lost_bytes"].as_u64()),
@@ -165,12 +165,12 @@ async fn last_output_is_buffered_for_a_user_whose_connection_was_lost() {
         terminal.enter("sleep 0.5; seq 1 3000; echo ma''de; exit 5\n").await;
         tokio::time::sleep(Duration::from_secs(3)).await;
         let ticket = cluster.issue_terminal_token(&cluster.user.clone(), allocation.id, Some(session)).await;
-        let mut again = cluster.gateway().open(&ticket.token, Some(position)).await;
-        assert_eq!(again.expect_control("exit").await["code"], 5);
-        assert_eq!(again.close_code().await, 1000);
-        let lines: Vec<u32> = again.text().lines().filter_map(|line| line.parse().ok()).collect();
+        let mut repeated = cluster.gateway().open(&ticket.token, Some(position)).await;
+        assert_eq!(repeated.expect_control("exit").await["code"], 5);
+        assert_eq!(repeated.close_code().await, 1000);
+        let lines: Vec<u32> = repeated.text().lines().filter_map(|line| line.parse().ok()).collect();
         assert_eq!(lines, (1..=3000).collect::<Vec<_>>());
-        assert!(again.text().contains("made"));
+        assert!(repeated.text().contains("made"));
         drop(terminal);
     }
     cluster.shutdown().await;
@@ -249,14 +249,18 @@ async fn reader_that_stops_blocks_the_program_and_no_buffer_grows() {
     terminal.control(&json!({ "type": "ack", "position": terminal.position })).await;
     terminal.enter("(yes | tee >(wc -c > $HOME/written) >/dev/null) & yes\n").await;
     let started = terminal.position;
-    // It reads, and acknowledges nothing.
-    let until = Instant::now() + Duration::from_secs(4);
-    while Instant::now() < until {
-        terminal.receive(SHORT).await;
+    // It reads, and acknowledges nothing, until the program waits.
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let is_quiet = !terminal.receive(Duration::from_secs(3)).await;
+        let held = terminal.position - started;
+        assert!(held <= 2 * wire::terminal::OUTPUT_WINDOW, "{held} bytes came unacknowledged");
+        if is_quiet && held >= wire::terminal::OUTPUT_WINDOW / 2 {
+            break;
+        }
+        let late = Instant::now() >= until || terminal.closed.is_some();
+        assert!(!late, "{held} bytes of a window came, then nothing: {:?}", terminal.closed);
     }
-    let held = terminal.position - started;
-    assert!(held > 1000 && held <= 2 * wire::terminal::OUTPUT_WINDOW, "{held} bytes came unacknowledged");
-    assert!(!terminal.receive(Duration::from_millis(500)).await, "the program waits");
     // It acknowledges, and receives more.
     terminal.control(&json!({ "type": "ack", "position": terminal.position })).await;
     let before = terminal.position;
@@ -294,12 +298,17 @@ async fn one_of_fifty_sockets_with_one_token_opens_and_the_others_are_counted() 
     for terminal in terminals {
         match terminal.unwrap().closed {
             None => open += 1,
-            Some((code, _)) => assert_eq!(code, 4401),
+            Some((code, reason)) => assert_eq!(code, 4401, "{reason}"),
         }
     }
     assert_eq!(open, 1);
-    assert_eq!(metric_total(&cluster, "terminal_token_consumed_ok_total").await, 1);
-    assert_eq!(metric_total(&cluster, "terminal_token_replay_rejected_total").await, 49);
+    for (name, expected) in [("terminal_token_consumed_ok_total", 1), ("terminal_token_replay_rejected_total", 49)] {
+        let until = Instant::now() + WAIT_TIMEOUT;
+        while metric_total(&cluster, name).await < expected && Instant::now() < until {
+            tokio::time::sleep(SHORT).await;
+        }
+        assert_eq!(metric_total(&cluster, name).await, expected, "{name}");
+    }
     cluster.shutdown().await;
 }
 
@@ -384,8 +393,9 @@ async fn release_and_administrator_close_terminals_at_once() {
     assert_eq!(cluster.gateway().open(&unused.token, None).await.close_code().await, 4403);
     cluster.request_terminal_token(&cluster.user, allocation.id, None).await.expect_error(409, "state_conflict");
     allocation.expect_state("released").await;
-    let listed = cluster.admin.get("/api/v1/admin/terminal-sessions?state=closed").await.ok();
-    assert_eq!(listed["items"].as_array().unwrap().len(), 3, "{listed}");
+    let closed = "/api/v1/admin/terminal-sessions?state=closed";
+    let are_three = |listed: &Value| listed["items"].as_array().unwrap().len() == 3;
+    cluster.admin.wait_until(closed, "three sessions are closed", are_three).await;
     cluster.shutdown().await;
 }
 
@@ -413,7 +423,8 @@ async fn session_ends_at_its_lifetime_while_its_agent_is_stopped() {
     terminal.enter("echo $$ > $HOME/shell; echo writ''ten\n").await;
     terminal.expect_output("written").await;
     cluster.lose_agent(&node);
-    let until = Instant::now() + Duration::from_secs(75);
+    // Its lifetime, and the time of a slow machine.
+    let until = Instant::now() + Duration::from_secs(60) + WAIT_TIMEOUT;
     while terminal.closed.is_none() {
         assert!(Instant::now() < until, "it lives for ever");
         terminal.receive(Duration::from_secs(1)).await;
@@ -505,7 +516,7 @@ async fn hanging_gateway_does_not_block_its_user_at_another() {
     cluster.signal_replica(0, Signal::SIGSTOP);
     let elsewhere = cluster.at_replica(1, "user");
     let until = Instant::now() + WAIT_TIMEOUT;
-    let again = loop {
+    let repeated = loop {
         let answer = cluster.request_terminal_token(&elsewhere, allocation.id, Some(ticket.session)).await;
         if answer.status.as_u16() == 201 {
             break answer.body["token"].as_str().unwrap().to_owned();
@@ -513,7 +524,7 @@ async fn hanging_gateway_does_not_block_its_user_at_another() {
         assert!(Instant::now() < until, "{answer}");
         tokio::time::sleep(SHORT).await;
     };
-    let mut second = cluster.gateway_at(1).open(&again, Some(position)).await;
+    let mut second = cluster.gateway_at(1).open(&repeated, Some(position)).await;
     second.attached().await;
     second.enter("echo on-$((1 + 2))\n").await;
     second.expect_output("on-3").await;
@@ -521,24 +532,41 @@ async fn hanging_gateway_does_not_block_its_user_at_another() {
     cluster.shutdown().await;
 }
 
+/// Less than the interval of the gateway's looks at it, and more than a slow node needs until its stream is there.
+const REAUTHORIZED_AFTER: u32 = 10;
+
 #[tokio::test(flavor = "multi_thread")]
 async fn reconnection_with_a_new_token_as_policy_demands_loses_nothing() {
-    let mut cluster = TestCluster::builder().policy("terminal.reauthorize_after_seconds", 1).start().await;
+    let mut cluster =
+        TestCluster::builder().policy("terminal.reauthorize_after_seconds", REAUTHORIZED_AFTER).start().await;
     cluster.node("h100").await;
     let allocation = cluster.rent("h100", 1).await;
     allocation.expect_state("active").await;
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
-    wait_for_prompt(&mut terminal).await;
-    terminal.enter("kept=yes; echo sa''id\n").await;
-    terminal.expect_output("said").await;
+    // All input at once: on a slow machine the connection may be closed before the answer to a first line.
+    terminal.enter("PS1='ready> '; stty -echo; kept=yes; echo sa''id\n").await;
     assert_eq!(terminal.close_code().await, 1012, "a long connection must authenticate again");
     // A user with a valid access token reconnects; one without gets no terminal token.
     let gone = cluster.anonymous_client().as_bearer("eyJhbGciOiJub25lIn0.e30.");
     cluster.request_terminal_token(&gone, allocation.id, Some(session)).await.expect_error(401, "unauthenticated");
     let ticket = cluster.issue_terminal_token(&cluster.user.clone(), allocation.id, Some(session)).await;
-    let mut again = cluster.gateway().open(&ticket.token, Some(terminal.position)).await;
-    assert_eq!(again.attached().await["lost_bytes"], 0);
-    again.enter("echo still-$kept\n").await;
-    again.expect_output("still-yes").await;
+    let mut repeated = cluster.gateway().open(&ticket.token, Some(terminal.position)).await;
+    assert_eq!(repeated.attached().await["lost_bytes"], 0);
+    repeated.enter("echo still-$kept\n").await;
+    while !repeated.text().contains("still-yes") && repeated.closed.is_none() {
+        repeated.receive(SHORT).await;
+    }
+    let shown = format!("{}{}", terminal.text(), repeated.text());
+    let shown = if repeated.closed.is_some() {
+        // Closed again before the answer, which the next connection shows.
+        let ticket = cluster.issue_terminal_token(&cluster.user.clone(), allocation.id, Some(session)).await;
+        let mut third = cluster.gateway().open(&ticket.token, Some(repeated.position)).await;
+        assert_eq!(third.attached().await["lost_bytes"], 0);
+        third.expect_output("still-yes").await;
+        shown + &third.text()
+    } else {
+        shown
+    };
+    assert!(shown.contains("said") && shown.contains("still-yes"), "{shown}");
     cluster.shutdown().await;
 }

@@ -141,7 +141,7 @@ async fn concurrent_sessions_are_bounded_by_policy_and_administrators_list_and_e
     let path = format!("/api/v1/allocations/{}/terminal-tokens", allocation.id);
     let asking = (0..50).map(|n| {
         let (client, path) = (cluster.at_replica(n % 2, "user"), path.clone());
-        tokio::spawn(async move { client.send_once(Method::POST, &path, Some(&json!({}))).await })
+        tokio::spawn(async move { client.post(&path, &json!({})).await })
     });
     let answers = futures::future::join_all(asking.collect::<Vec<_>>()).await;
     let mut sessions = Vec::new();
@@ -215,8 +215,8 @@ async fn session_over_the_limit_evicts_the_oldest_detached_one_and_its_user_ends
     let ended = cluster.user.send_once(Method::DELETE, &path, None).await.ok();
     assert_eq!((ended["state"].as_str(), ended["close_reason"].as_str()), (Some("closed"), Some("ended_by_user")));
     assert_eq!(terminal.close_code().await, 1000);
-    let again = cluster.user.send_once(Method::DELETE, &path, None).await.ok();
-    assert_eq!(again["close_reason"], "ended_by_user");
+    let repeated = cluster.user.send_once(Method::DELETE, &path, None).await.ok();
+    assert_eq!(repeated["close_reason"], "ended_by_user");
     let (third, _) = cluster.terminal(allocation.id).await;
     drop((second, third));
     cluster.shutdown().await;
@@ -252,7 +252,9 @@ async fn session_ends_at_its_lifetime_while_the_gateway_of_its_user_is_stopped()
     let path = format!("/api/v1/admin/terminal-sessions/{}", ticket.session);
     let elsewhere = cluster.at_replica(1, "admin");
     let over = |session: &Value| session["state"] == "closed";
-    let closed = elsewhere.wait_within(Duration::from_secs(90), &path, "the session is over", over).await;
+    // Its lifetime, and the time of a slow machine.
+    let limit = Duration::from_secs(60) + WAIT_TIMEOUT;
+    let closed = elsewhere.wait_within(limit, &path, "the session is over", over).await;
     assert_eq!(closed["close_reason"], "lifetime", "{closed}");
     let shell = cluster.agent_folder(&node).join(format!("state/allocations/{}/home/shell", allocation.id));
     let shell = std::fs::read_to_string(shell).unwrap();
@@ -327,7 +329,7 @@ async fn frames_of_a_gigabyte_and_endless_fragments_are_refused_at_their_start()
     assert!([1009, 1006].contains(&terminal.close_code().await), "{:?}", terminal.closed);
     let after = memory_of(replica);
     eprintln!("{sent} bytes of fragments were sent; the gateway has {before} KiB, then {after} KiB");
-    assert!(after < before + 16 * 1024);
+    assert!(after < before + 16 * 1024, "{before} KiB became {after} KiB");
 
     let (mut terminal, _) = cluster.terminal(allocation.id).await;
     let rubbish: String = (0_u8..128).map(char::from).collect();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The allowed dependencies between crates (design 3).
-const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 14] = [
+const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 15] = [
     ("domain", &[]),
     ("wire", &[]),
     ("telemetry", &[]),
@@ -21,6 +21,8 @@ const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 14] = [
     ("agent-package", &["wire"]),
     // A library that programs load; the agent's tests control it.
     ("fake-nvml", &[]),
+    // The files of packages that the programs' tests write.
+    ("manual-pages", &[]),
     // The dependencies of an outside client.
     ("gpuctl", &[]),
     // The test world without processes; other crates have it as a dependency of their tests alone.
@@ -46,7 +48,7 @@ const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 14] = [
 /// The third-party crates that `domain` may use: plain data, errors, and the names of variants.
 const DOMAIN_DEPENDENCIES: [&str; 6] = ["serde", "serde_json", "strum", "thiserror", "uuid", "chrono"];
 
-fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate lies in the workspace").to_owned()
 }
 
@@ -169,46 +171,6 @@ fn no_source_has_a_marker_of_unfinished_work() {
     }
 }
 
-/// Every part of a text between two marks.
-fn between<'a>(text: &'a str, before: &str, after: char) -> impl Iterator<Item = &'a str> {
-    text.split(before).skip(1).filter_map(move |rest| rest.split(after).next())
-}
-
-#[test]
-fn every_alert_has_a_runbook_and_names_existing_metrics() {
-    let files = |folder: &str| {
-        let entries = std::fs::read_dir(root().join(folder)).expect("the folder is there");
-        let paths = entries.map(|entry| entry.expect("an entry").path());
-        paths.map(|path| (path.clone(), std::fs::read_to_string(path).expect("a text"))).collect::<Vec<_>>()
-    };
-    let code: String = sources().into_iter().map(|(_, text)| text).collect();
-    let runbooks = files("deploy/runbooks");
-    let pages: BTreeSet<_> = runbooks.iter().map(|(path, _)| path.file_stem().unwrap().to_str().unwrap()).collect();
-    let mut led_to = BTreeSet::new();
-    let rules = files("deploy/alerts");
-    for (path, text) in &rules {
-        let alerts = between(text, "- alert: ", '\n').count();
-        let ids: Vec<_> = between(text, "runbook_id: ", '\n').collect();
-        assert_eq!(ids.len(), alerts, "{}: each alert has a runbook", path.display());
-        led_to.extend(ids);
-        for expr in text.split("expr:").skip(1).filter_map(|rest| rest.split("labels:").next()) {
-            let words = expr.split(|sign: char| !sign.is_ascii_alphanumeric() && sign != '_' && sign != '"');
-            for figure in words.filter(|word| word.contains('_') && !word.contains('"') && *word != "status_class") {
-                assert!(code.contains(&format!("\"{figure}\"")), "{}: there is no figure {figure}", path.display());
-            }
-        }
-    }
-    assert_eq!(led_to, pages, "alerts and runbooks belong to each other");
-    let routes = std::fs::read_to_string(root().join("edge/src/api.rs")).expect("the page of routes");
-    for (path, text) in &runbooks {
-        for route in between(text, "`GET /", '`').chain(between(text, "`POST /", '`')).filter(|it| !it.contains('…'))
-        {
-            let route = format!("\"/{}\"", route.split('?').next().unwrap_or_default());
-            assert!(routes.contains(&route), "{}: there is no route {route}", path.display());
-        }
-    }
-}
-
 #[test]
 fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built() {
     let page = std::fs::read_to_string(root().join("tests/specification.md")).expect("the page is there");
@@ -218,13 +180,23 @@ fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built(
     assert!(rows.len() > 50, "only {} rows were found", rows.len());
     for row in rows {
         let quoted = row.split('`').skip(1).step_by(2);
-        let named: Vec<_> = quoted.filter_map(|text| text.split_once(".rs::")).collect();
+        let named: Vec<_> = quoted.filter_map(|text| text.split_once("::")).collect();
+        let (in_rust, others): (Vec<_>, Vec<_>) = named.into_iter().partition(|(file, _)| file.ends_with(".rs"));
+        // Those of the console have sentences for names.
+        let is_of_console = |file: &str| file.ends_with(".test.ts") || file.ends_with(".test.tsx");
+        let in_console: Vec<_> = others.into_iter().filter(|(file, _)| is_of_console(file)).collect();
         let is_built = !row.contains("| *not built*");
-        assert_eq!(is_built, !named.is_empty(), "a row names tests, or says *not built* and no test: {row}");
-        for (file, function) in named {
-            let text = sources.get(Path::new(&format!("{file}.rs")));
-            let text = text.unwrap_or_else(|| panic!("there is no {file}.rs, which is named in: {row}"));
-            assert!(is_test(text, function), "{file}.rs has no test {function}, which is named in: {row}");
+        let has_tests = !in_rust.is_empty() || !in_console.is_empty();
+        assert_eq!(is_built, has_tests, "a row names tests, or says *not built* and no test: {row}");
+        for (file, function) in in_rust {
+            let text = sources.get(Path::new(file));
+            let text = text.unwrap_or_else(|| panic!("there is no {file}, which is named in: {row}"));
+            assert!(is_test(text, function), "{file} has no test {function}, which is named in: {row}");
+        }
+        for (file, title) in in_console {
+            let text = std::fs::read_to_string(root().join(file));
+            let text = text.unwrap_or_else(|error| panic!("{file}: {error}, in: {row}"));
+            assert!(text.contains(&format!("(\"{title}\"")), "{file} has no test {title:?}, which is named in: {row}");
         }
     }
 }
@@ -314,7 +286,7 @@ fn is_test(text: &str, function: &str) -> bool {
 }
 
 /// Every text file that git tracks or would add, by its path in the workspace.
-fn sources() -> Vec<(PathBuf, String)> {
+pub(crate) fn sources() -> Vec<(PathBuf, String)> {
     let ran = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"])
         .current_dir(root())

@@ -3,14 +3,14 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::Duration;
-use tests::cluster::fake_agent::FakeAgent;
+use tests::cluster::fake_agent::{FakeAgent, validation_report};
 use tests::cluster::{GPUS, NodeHandle, TestCluster};
 use uuid::Uuid;
 use wire::task::{Task, TaskResult};
 use wire::validation::LoadLevel;
 
 /// Far below the 20 s after which a replica reads the minimums again without an invalidation.
-const BEFORE_REFRESH: Duration = Duration::from_secs(2);
+const BEFORE_REFRESH: Duration = Duration::from_secs(4);
 
 struct Bench {
     cluster: TestCluster,
@@ -48,8 +48,7 @@ async fn measures(agent: &FakeAgent, level: LoadLevel, disk_read: u64) -> Uuid {
     let task = agent.next_task().await;
     let Task::Validate { load: Some(load) } = &task.task else { panic!("{task:?}") };
     assert_eq!(load.level, level);
-    let output = json!({ "measurements": { "disk_read_mib_per_second": disk_read } });
-    let output = output.as_object().unwrap().clone();
+    let output = validation_report("disk_read_mib_per_second", disk_read);
     let result = TaskResult { output, ..agent.success(&task) };
     agent.report(task.task_id, &result).await.ok();
     // Its answer was lost: the same result is recorded once.

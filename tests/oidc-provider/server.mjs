@@ -41,6 +41,15 @@ const provider = new Provider(issuer, {
         grant_types: ['authorization_code', 'refresh_token', 'urn:ietf:params:oauth:grant-type:device_code'],
         response_types: ['code'],
         id_token_signed_response_alg: 'ES256',
+    }, {
+        // The web console: a confidential client.
+        client_id: 'console',
+        client_secret: 'a secret of one test, long enough for any of them',
+        redirect_uris: ['https://console.example/console/callback'],
+        post_logout_redirect_uris: ['https://console.example/console/'],
+        grant_types: ['authorization_code', 'refresh_token'],
+        response_types: ['code'],
+        id_token_signed_response_alg: 'ES256',
     }],
     pkce: { required: () => true },
     // Claims in other places than Keycloak has them: one named by a URL, others nested.

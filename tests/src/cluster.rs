@@ -20,8 +20,10 @@
 // A step of the cluster that fails is a failed test: it panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
 
+pub mod backup_machine;
 mod builder;
 pub mod client;
+pub mod console;
 mod database;
 pub mod db_lock;
 pub mod fake_agent;
@@ -32,11 +34,14 @@ pub mod fake_processor;
 mod final_checks;
 pub mod flaky_link;
 pub mod gpuctl;
+pub mod haproxy;
 pub mod ingress_proxy;
 mod logs;
 pub mod mail_server;
 mod member_bus;
+pub mod nats_cluster;
 pub mod notifications;
+pub mod patroni;
 pub mod payments;
 pub mod recovery_attempt;
 pub mod resource_handles;
@@ -305,7 +310,7 @@ impl TestCluster {
         self.allocate(json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus })).await
     }
 
-    /// As [`TestCluster::rent`], queued until a node is free.
+    /// As [`TestCluster::rent`], queued until a node is free. On a busy machine one may be offline until its next heartbeat.
     pub async fn rent_when_free(&self, sku: &str, gpus: u32) -> AllocationHandle {
         self.allocate(json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus, "queue_seconds": 60 })).await
     }

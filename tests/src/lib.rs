@@ -3,10 +3,10 @@
 pub mod bench;
 pub mod cluster;
 pub mod faulty_registry;
-#[path = "../../agent/tests/overlay/mod.rs"]
+#[path = "../../agent/tests/overlay_machine/mod.rs"]
 #[allow(clippy::unwrap_used)]
-pub mod overlay;
+pub mod overlay_machine;
 pub mod package_registry;
-#[path = "../../agent/tests/skipped/mod.rs"]
-pub mod skipped;
+#[path = "../../agent/tests/skipped_tests/mod.rs"]
+pub mod skipped_tests;
 pub mod systemd_container;

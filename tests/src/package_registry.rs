@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use wire::package::{Digest, Reference};
 
-const STARTS_WITHIN: Duration = Duration::from_secs(20);
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
 const PUSHES_WITHIN: Duration = Duration::from_secs(120);
 /// The repository of the package.
 pub const REPOSITORY: &str = "gpuaas/agent";

@@ -1,10 +1,15 @@
 //! A disposable Debian in a container that systemd boots: the tree that `deploy/lib.sh` made, under an overlay in memory. Its network is
 //! the host's, so that servers on the loopback are reachable in both directions.
 
-use crate::skipped::report_skipped;
+mod disk;
+
+pub use disk::{Deployment, DiskFile};
+
+use crate::skipped_tests::report_skipped;
 use anyhow::Context as _;
 use local_servers::process::{ChildProcess, Launch, tail};
-use nix::unistd::Uid;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, Uid};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -29,15 +34,29 @@ const BOOT: [&str; 9] = [
     "--console=pipe",
     "--timezone=off",
     "--resolv-conf=off",
-    "--machine=gpuaas-test",
+    "--hostname=gpuaas-test",
     "--system-call-filter=bpf",
     "--capability=all",
 ];
+/// Runs a program in a control group of its own: beside another machine in the same one, units of the same name would collide.
+const IN_CONTROL_GROUP: &str = r#"
+set -e
+name=$1
+shift
+for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
+    [ -w "$hierarchy/cgroup.procs" ] || continue
+    mkdir -p "$hierarchy/$name"
+    echo $$ >"$hierarchy/$name/cgroup.procs"
+done
+exec "$@"
+"#;
+/// Where control groups may be mounted.
+const HIERARCHIES: [&str; 3] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd"];
 /// The exit code of `systemd-nspawn` when its machine reboots.
 const REBOOTS: i32 = 133;
 /// The line of a unit by which its agent ignores listeners: those of the host's network are of other tests.
 pub const OTHERS_PORTS: &str = "Environment=SVC_NODE_AGENT_IGNORED_PORTS=1-65535";
-const BOOTS_WITHIN: Duration = Duration::from_secs(60);
+const BOOTS_WITHIN: Duration = Duration::from_secs(120);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// A running container. Dropping it stops it.
@@ -48,24 +67,75 @@ pub struct SystemdContainer {
     disk: ChildProcess,
     programs: Vec<PathBuf>,
     tools: PathBuf,
+    /// Removed when the processes have ended: fields are dropped in their order.
+    control_group: ControlGroup,
     folder: tempfile::TempDir,
 }
 
+/// The name of a container's control group, which is removed with it.
+struct ControlGroup(String);
+
+impl ControlGroup {
+    fn remove(&self) {
+        for hierarchy in HIERARCHIES {
+            remove_groups(&Path::new(hierarchy).join(&self.0));
+        }
+    }
+}
+
+impl Drop for ControlGroup {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+/// Removes a control group and those below it, as far as no process is left in them.
+fn remove_groups(group: &Path) {
+    let below = std::fs::read_dir(group).into_iter().flatten().flatten();
+    for entry in below.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
+        remove_groups(&entry.path());
+    }
+    let _ = std::fs::remove_dir(group);
+}
+
 impl SystemdContainer {
+    /// Whether this machine can boot one. If not, that is reported as a test not run.
+    #[must_use]
+    pub fn is_possible(tools: &Path) -> bool {
+        if !Uid::effective().is_root() {
+            report_skipped("it boots systemd in a container, which needs root");
+            return false;
+        }
+        if !tools.join("machine/made-of").is_file() {
+            report_skipped("it boots systemd in a container, which `deploy/test --tools` makes on Debian");
+            return false;
+        }
+        true
+    }
+
     /// Boots a container with these programs in `/usr/local/bin`. `None` if this machine cannot, which is reported as a test not run.
     ///
     /// # Errors
     /// If the container cannot be started.
     pub fn start(tools: &Path, programs: &[PathBuf]) -> anyhow::Result<Option<Self>> {
-        if !Uid::effective().is_root() {
-            report_skipped("it boots systemd in a container, which needs root");
+        Self::start_from(tools, programs, &[], None)
+    }
+
+    /// Boots a container as [`Self::start`] does, with these files on its disk before. Where it is deployed, cloud-init runs its user data
+    /// at this first boot, and this returns when that has ended.
+    ///
+    /// # Errors
+    /// If the container cannot be started.
+    pub fn start_from(
+        tools: &Path,
+        programs: &[PathBuf],
+        image: &[DiskFile],
+        deployment: Option<&Deployment>,
+    ) -> anyhow::Result<Option<Self>> {
+        if !Self::is_possible(tools) {
             return Ok(None);
         }
         let made = tools.join("machine");
-        if !made.join("made-of").is_file() {
-            report_skipped("it boots systemd in a container, which `deploy/test --tools` makes on Debian");
-            return Ok(None);
-        }
         let folder = tempfile::tempdir()?;
         let run = folder.path().join("machine");
         std::fs::create_dir(&run)?;
@@ -75,15 +145,17 @@ impl SystemdContainer {
             .argument(&run)
             .spawn()
             .context("the machine's disk cannot be mounted")?;
-        let mounted = PathBuf::from(format!("/proc/{}/root", disk.pid())).join(run.join("mounted").strip_prefix("/")?);
+        let mounted = PathBuf::from(format!("/proc/{}/root", disk.pid())).join(run.strip_prefix("/")?);
         let until = Instant::now() + BOOTS_WITHIN;
-        while !mounted.exists() {
+        while !mounted.join("mounted").exists() {
             assert!(Instant::now() < until, "the machine's disk is not mounted: {}", disk.log_tail());
             std::thread::sleep(LOOK_EVERY);
         }
-        let process = launch(&disk, tools, programs, folder.path())?;
+        disk::prepare(&mounted.join("root"), image, deployment).context("the machine's disk cannot be written")?;
+        let control_group = ControlGroup(format!("gpuaas-test-{}", disk.pid()));
+        let process = launch(&disk, &control_group, tools, programs, folder.path())?;
         let (programs, tools) = (programs.to_vec(), tools.to_owned());
-        let mut booted = Self { process, init: 0, disk, programs, tools, folder };
+        let mut booted = Self { process, init: 0, disk, programs, tools, control_group, folder };
         booted.wait_until_up();
         Ok(Some(booted))
     }
@@ -112,9 +184,38 @@ impl SystemdContainer {
             assert!(Instant::now() < until, "the machine does not reboot: {}", self.process.log_tail());
         };
         assert_eq!(status.code(), Some(REBOOTS), "{}", self.process.log_tail());
-        self.process = launch(&self.disk, &self.tools, &self.programs, self.folder.path())
+        self.boot_from_its_disk();
+    }
+
+    /// Kills all of its processes at once, as a power failure ends them, and boots it from the same disk. What they have written is there,
+    /// synced or not, since the disk is in the memory of this machine.
+    ///
+    /// # Panics
+    /// If its processes do not end, or it does not come up.
+    pub async fn lose_power(&mut self) {
+        kill(Pid::from_raw(self.init.cast_signed()), Signal::SIGKILL)
+            .unwrap_or_else(|error| panic!("the machine's first process cannot be killed: {error}"));
+        let until = Instant::now() + BOOTS_WITHIN;
+        while self.process.is_running() {
+            assert!(Instant::now() < until, "systemd-nspawn does not end: {}", self.process.log_tail());
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        // The groups of its services are left, since it was not shut down.
+        self.control_group.remove();
+        self.boot_from_its_disk();
+    }
+
+    fn boot_from_its_disk(&mut self) {
+        self.process = launch(&self.disk, &self.control_group, &self.tools, &self.programs, self.folder.path())
             .unwrap_or_else(|error| panic!("the machine does not boot again: {error:#}"));
         self.wait_until_up();
+    }
+
+    /// A path on its disk, as this process reaches it, whether the machine is up or not.
+    #[must_use]
+    pub fn on_disk(&self, path: &str) -> PathBuf {
+        let root = self.folder.path().join("machine/root");
+        PathBuf::from(format!("/proc/{}/root{}{path}", self.disk.pid(), root.display()))
     }
 
     fn is_up(&mut self) -> bool {
@@ -161,6 +262,13 @@ impl SystemdContainer {
         self.attempt_with(&command, content).unwrap_or_else(|printed| panic!("{path}: {printed}"));
     }
 
+    /// Has this deployment's user data run at the next boot, as where a provider's installation left the old disk.
+    pub fn deploy_again(&self, deployment: &Deployment) {
+        for file in deployment.seed() {
+            self.write(&file.path, file.mode, &file.content);
+        }
+    }
+
     /// A property of a unit, as `systemctl show` gives it.
     pub fn property(&self, unit: &str, name: &str) -> String {
         self.run(&format!("systemctl show --value -p {name} {unit}")).trim().to_owned()
@@ -181,19 +289,28 @@ impl SystemdContainer {
 
     /// The journal of a unit.
     pub fn journal(&self, unit: &str) -> String {
-        self.run(&format!("journalctl --no-pager -o cat -u {unit}"))
+        // What was logged until this call is in it, however busy journald is.
+        self.run(&format!("journalctl --sync 2>/dev/null; journalctl --no-pager -o cat -u {unit}"))
     }
 }
 
 /// Boots the tree that is mounted by `disk`.
-fn launch(disk: &ChildProcess, tools: &Path, programs: &[PathBuf], folder: &Path) -> anyhow::Result<ChildProcess> {
+fn launch(
+    disk: &ChildProcess,
+    control_group: &ControlGroup,
+    tools: &Path,
+    programs: &[PathBuf],
+    folder: &Path,
+) -> anyhow::Result<ChildProcess> {
     let made = tools.join("machine");
     let libraries = format!("{}-linux-gnu/systemd", std::env::consts::ARCH);
     let mut launch = Launch::new("systemd-nspawn", "/usr/bin/nsenter", folder.join("console.log"))
         .argument(format!("--mount=/proc/{}/ns/mnt", disk.pid()))
+        .arguments(["sh", "-c", IN_CONTROL_GROUP, "sh", &control_group.0])
         .argument(made.join("programs/usr/bin/systemd-nspawn"))
         .argument(format!("--directory={}", folder.join("machine/root").display()))
         .arguments(BOOT)
+        .argument(format!("--machine={}", control_group.0))
         // The unified hierarchy is what enforces the units' device rules.
         .variable("SYSTEMD_NSPAWN_UNIFIED_HIERARCHY", "1")
         .variable("LD_LIBRARY_PATH", made.join("programs/usr/lib").join(libraries));

@@ -11,14 +11,14 @@ use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{HourlyRate, MicroAmount, Price};
 use domain::policy::{PolicyKey, PolicyValue};
-use domain::retry::RetryTimer;
+use domain::resend_timer::ResendTimer;
 use domain::state_machine::RequestOrigin;
 use domain::{
     Action, AllocationId, BillingAccountId, EntityKind, EntityRef, Machine, PaymentId, Permit, Principal, Timestamp,
 };
 use futures::StreamExt;
 use hdrhistogram::Histogram;
-use persistence::cluster::Member;
+use persistence::membership::Member;
 use persistence::{Cluster, Committer, Loader, Reads};
 use prometheus::Registry;
 use sqlx::PgPool;
@@ -239,6 +239,8 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
             holder: Holder::User(Uuid::new_v4().to_string().into()),
             currency: price.currency.clone(),
             balance,
+            credit_left: MicroAmount::ZERO,
+            credit_spent: MicroAmount::ZERO,
             postings: 1,
             meters,
             ended: BTreeMap::new(),
@@ -246,7 +248,7 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
             is_low: false,
             depletion: None,
             // An account with old allocations queries them once an hour.
-            again: Some(RetryTimer::first(began_at - TimeDelta::days(2)).next(began_at)),
+            again: Some(ResendTimer::first(began_at - TimeDelta::days(2)).next(began_at)),
             moved: BTreeMap::new(),
             refunded: BTreeMap::new(),
             opened_at: began_at,

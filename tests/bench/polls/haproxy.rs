@@ -1,7 +1,7 @@
 //! The baseline: HAProxy with the same requests over the same mutual TLS in its tarpit.
 
 use anyhow::Context;
-use local_servers::files;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch, free_port};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
@@ -21,8 +21,8 @@ impl Haproxy {
         let certificate = cluster.authority.server_certificate("haproxy")?;
         let chain = std::fs::read_to_string(&certificate.certificate_path)?;
         let key = std::fs::read_to_string(&certificate.key_path)?;
-        files::write_private(&at("server.pem"), format!("{chain}{key}").as_bytes())?;
-        files::write_private(&at("node-ca.pem"), authorities.as_bytes())?;
+        private_files::write_private(&at("server.pem"), format!("{chain}{key}").as_bytes())?;
+        private_files::write_private(&at("node-ca.pem"), authorities.as_bytes())?;
         let address = SocketAddr::from(([127, 0, 0, 1], free_port()?));
         let configuration = format!(
             "global\n    maxconn {}\n    no strict-limits\n    ssl-default-bind-options ssl-min-ver TLSv1.2\n\
@@ -32,7 +32,7 @@ impl Haproxy {
             at("server.pem").display(),
             at("node-ca.pem").display(),
         );
-        files::write_private(&at("haproxy.cfg"), configuration.as_bytes())?;
+        private_files::write_private(&at("haproxy.cfg"), configuration.as_bytes())?;
         let launch = Launch::new("HAProxy", program()?, at("log"));
         let mut process = launch.argument("-db").argument("-f").argument(at("haproxy.cfg")).spawn()?;
         let until = Instant::now() + Duration::from_secs(10);
@@ -60,6 +60,6 @@ impl Haproxy {
 fn program() -> anyhow::Result<PathBuf> {
     let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map(PathBuf::from);
     let own = tools.map(|tools| tools.join("debian/usr/sbin/haproxy"));
-    let found = files::find_programs("haproxy").into_iter().chain(own).find(|path| path.is_file());
+    let found = private_files::find_programs("haproxy").into_iter().chain(own).find(|path| path.is_file());
     found.context("there is no haproxy: deploy/bench and `deploy/test --tools` install it")
 }

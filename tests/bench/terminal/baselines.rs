@@ -1,7 +1,7 @@
 //! The baselines: terminado in a process of its own, and `ssh -tt` to an sshd of this machine.
 
 use anyhow::{Context, ensure};
-use local_servers::files;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch, free_port};
 use std::net::{SocketAddr, TcpStream as Probe};
 use std::path::{Path, PathBuf};
@@ -66,7 +66,7 @@ impl Sshd {
                 Command::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(at(key)).status().await;
             ensure!(made.context("there is no ssh-keygen: deploy/bench installs it")?.success(), "ssh-keygen failed");
         }
-        files::write_private(&at("keys"), &std::fs::read(at("user.pub"))?)?;
+        private_files::write_private(&at("keys"), &std::fs::read(at("user.pub"))?)?;
         // Debian's sshd requires it.
         if nix::unistd::geteuid().is_root() {
             std::fs::create_dir_all("/run/sshd")?;
@@ -78,7 +78,7 @@ impl Sshd {
             at("host").display(),
             at("keys").display(),
         );
-        files::write_private(&at("sshd_config"), configuration.as_bytes())?;
+        private_files::write_private(&at("sshd_config"), configuration.as_bytes())?;
         let launch = Launch::new("sshd", "/usr/sbin/sshd", at("log")).arguments(["-D", "-e", "-f"]);
         let mut process = launch.argument(at("sshd_config")).spawn()?;
         let until = Instant::now() + STARTS_WITHIN;

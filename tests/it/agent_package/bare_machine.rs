@@ -2,7 +2,7 @@
 
 use super::units;
 use crate::external_tools::tools;
-use local_servers::files;
+use local_servers::private_files;
 use reqwest::{Method, StatusCode};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -10,14 +10,14 @@ use tests::cluster::client::send_request;
 use tests::cluster::fake_agent::{FakeAgent, anonymous};
 use tests::cluster::{NodeHandle, TestCluster};
 use tests::package_registry::{PASSWORD, PackageLayout, PackageRegistryServer, USER, release_key};
-use tests::skipped::report_skipped;
+use tests::skipped_tests::report_skipped;
 use tests::systemd_container::SystemdContainer;
 use wire::PublicKey;
 
 const AGENT: &str = "gpuaas-agent.service";
 
 /// The settings of a control plane with this package.
-fn settings(
+pub(crate) fn settings(
     registry: &PackageRegistryServer,
     digest: &str,
     mode: &str,
@@ -43,8 +43,8 @@ async fn cluster_with(settings: Vec<(&'static str, String)>) -> TestCluster {
 }
 
 /// The static installer that `deploy/test` has compiled, or the reason why there is none.
-fn static_installer() -> Option<PathBuf> {
-    let programs = files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-agent").unwrap();
+pub(crate) fn static_installer() -> Option<PathBuf> {
+    let programs = private_files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-agent").unwrap();
     let target = programs.parent()?.parent()?;
     let machine = std::env::consts::ARCH;
     let found = target.join(format!("{machine}-unknown-linux-musl/installer/gpuaas-installer"));
@@ -62,7 +62,7 @@ fn package_of_built_programs() -> PackageLayout {
     let test = std::env::current_exe().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let stripped = |name: &&str| {
-        let program = files::find_sibling(&test, name).unwrap();
+        let program = private_files::find_sibling(&test, name).unwrap();
         let to = folder.path().join(name);
         let done = std::process::Command::new("strip").arg("-o").arg(&to).arg(&program).status().unwrap();
         assert!(done.success());
@@ -88,7 +88,9 @@ async fn bare_machine_becomes_a_node_by_the_script_alone_in_both_delivery_modes(
     let Some(installer) = static_installer() else { return };
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let Some(machine) = SystemdContainer::start(&tools(), &[]).expect("the container starts") else { return };
-    for missing in ["curl", "wget", "python3", "gpuaas-agent"] {
+    // The tree has cloud-init and what it needs; this machine has neither.
+    machine.run("rm -f /usr/bin/python3* /usr/bin/cloud-init*");
+    for missing in ["curl", "wget", "python3", "cloud-init", "gpuaas-agent"] {
         assert!(machine.attempt(&format!("command -v {missing}")).is_err(), "the machine is not bare: {missing}");
     }
     let registry = PackageRegistryServer::start(&tools()).await;
@@ -163,7 +165,7 @@ async fn node_api_relays_the_registry_to_the_node_by_certificate_or_unspent_toke
     let manifest = url(&format!("manifests/{}", package.digest));
     let with = |token: &str, url: &str| send_request(client.get(url).bearer_auth(token));
 
-    // By its token, as often as needed, and by nobody else's.
+    // By its token, as often as needed, and by no other.
     let token = bundle.enrollment_token.expose();
     for _ in 0..2 {
         let answer = client.get(&manifest).bearer_auth(token).send().await.unwrap();

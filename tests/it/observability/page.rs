@@ -80,6 +80,11 @@ impl Page {
         (!found.is_empty()).then(|| found.iter().sum())
     }
 
+    /// Each series, by its name and labels.
+    pub(super) fn series(&self) -> BTreeSet<String> {
+        self.samples.keys().map(|(name, labels)| format!("{name}{labels:?}")).collect()
+    }
+
     /// Whether there is a metric family of this name.
     pub(super) fn has(&self, name: &str) -> bool {
         self.value(name, &[]).or_else(|| self.value(&format!("{name}_count"), &[])).is_some()

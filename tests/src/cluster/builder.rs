@@ -8,10 +8,12 @@ use super::{CREDIT, ExpectedFindings, GPUS, TestCluster, simulated};
 use anyhow::Context as _;
 use futures::future::try_join_all;
 use local_servers::balancer::Balancer;
-use local_servers::files;
+use local_servers::identity::browser_login::RegisteredConsole;
 use local_servers::identity::{self, IdentityProvider};
 use local_servers::nats::{NatsServer, NatsUser};
 use local_servers::pki::Authority;
+use local_servers::postgres::PostgresOptions;
+use local_servers::private_files;
 use local_servers::test_database::TestDatabase;
 use persistence::envelope_encryption::KeyRing;
 use secrecy::ExposeSecret as _;
@@ -43,12 +45,16 @@ pub struct TestClusterBuilder {
     /// Variables of one replica, by its index.
     own_variables: Vec<(usize, String, String)>,
     binaries: Option<PathBuf>,
+    /// Whether the schema is that of the binaries, not that of this build.
+    migrated_by_binaries: bool,
     /// The users whose accounts are credited at the start.
     funded: Vec<String>,
     /// `None` without a payment processor; else whether its webhooks are delivered.
     processor: Option<bool>,
     /// Whether the test stops Postgres, so that it needs a server of its own.
     stops_postgres: bool,
+    /// The options of such a server, where they are not the default.
+    postgres_options: Option<PostgresOptions>,
     /// Whether the replicas, and whether Postgres, have a fake clock.
     own_clocks: (bool, bool),
     /// The only replica with the fake clock; `None`: all of them.
@@ -63,9 +69,11 @@ impl Default for TestClusterBuilder {
             variables: Vec::new(),
             own_variables: Vec::new(),
             binaries: None,
+            migrated_by_binaries: false,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
             processor: None,
             stops_postgres: false,
+            postgres_options: None,
             own_clocks: (false, false),
             clocked_replica: None,
         }
@@ -132,6 +140,12 @@ impl TestClusterBuilder {
         self
     }
 
+    /// As [`Self::own_postgres`], with these options.
+    pub fn postgres_with(mut self, options: PostgresOptions) -> Self {
+        self.postgres_options = Some(options);
+        self.own_postgres()
+    }
+
     /// Gives Postgres a clock that the test sets forward and back.
     pub fn postgres_clock(mut self) -> Self {
         self.own_clocks.1 = true;
@@ -141,6 +155,12 @@ impl TestClusterBuilder {
     /// Uses the programs in this folder instead of those of this build.
     pub fn binaries(mut self, folder: &Path) -> Self {
         self.binaries = Some(folder.to_owned());
+        self
+    }
+
+    /// Begins with the schema that these programs' own `gpuaas migrate` makes.
+    pub fn migrated_by_its_binaries(mut self) -> Self {
+        self.migrated_by_binaries = true;
         self
     }
 
@@ -161,8 +181,8 @@ impl TestClusterBuilder {
         // Agents that root starts run as another user, who has to reach their folders.
         std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o711))?;
         let (run, logs) = (folder.join("run"), folder.join("logs"));
-        files::traversable_folder(&run)?;
-        files::private_folder(&logs)?;
+        private_files::traversable_folder(&run)?;
+        private_files::private_folder(&logs)?;
         let authority = Authority::create(&folder.join("pki"))?;
         let names: Vec<String> = (1..=self.replicas).map(|number| format!("replica-{number}")).collect();
         let members = names.iter().enumerate().map(|(index, name)| Ok(replica::member(name, &self.roles_of(index)?)));
@@ -177,16 +197,21 @@ impl TestClusterBuilder {
             None => self.variables.extend(clocked),
         }
         let database = async {
-            Ok(match &postgres_clock {
-                Some(clock) => TestDatabase::with_environment(clock.variables()).await,
-                None if self.stops_postgres => TestDatabase::alone().await,
-                None => TestDatabase::fresh().await,
+            Ok(match (&postgres_clock, self.postgres_options) {
+                (_, Some(options)) => TestDatabase::with_options(options).await,
+                (Some(clock), None) => TestDatabase::with_environment(clock.variables()).await,
+                (None, None) if self.stops_postgres => TestDatabase::alone().await,
+                (None, None) => TestDatabase::fresh().await,
             })
         };
         let nats_folder = folder.join("nats");
         let (postgres, nats, identity) =
             tokio::try_join!(database, NatsServer::start(&nats_folder, &authority, users), IdentityProvider::start(),)?;
         let pool = postgres.pool.clone();
+        if self.migrated_by_binaries {
+            sqlx::raw_sql("DROP SCHEMA public CASCADE; CREATE SCHEMA public").execute(&pool).await?;
+            migrate(&gpuaas, &postgres).await?;
+        }
 
         let mut payments = match self.processor {
             Some(_) => Some(LinkedProcessor::start(&folder.join("processor"), &authority).await?),
@@ -209,9 +234,16 @@ impl TestClusterBuilder {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
-            stats_token: files::random_hex(32).into(),
-            variables: payments.iter().flat_map(LinkedProcessor::variables).chain(self.variables).collect(),
+            stats_token: private_files::random_hex(32).into(),
+            variables: payments
+                .iter()
+                .flat_map(LinkedProcessor::variables)
+                .chain(replica::console_login(&identity))
+                .chain(self.variables)
+                .collect(),
         };
+        let ca_pem = std::fs::read_to_string(authority.certificate_path())?;
+        identity.register_console(RegisteredConsole { url: settings.public_url.clone(), ca_pem });
         let nats_links = try_join_all(names.iter().map(|_| FlakyLink::to(nats.address()))).await?;
         let starting =
             names.iter().zip(listens).zip(&nats_links).enumerate().map(|(index, ((name, listens), line))| {
@@ -243,6 +275,7 @@ impl TestClusterBuilder {
         };
         let (admin, second_admin) = (caller("admin")?, caller("admin2")?);
         let (user, other_user) = (caller("user")?, caller("user2")?);
+        secrets.push(("the console's secret".to_owned(), identity.console_secret().expose_secret().to_owned()));
         secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
         secrets.extend(payments.iter().flat_map(LinkedProcessor::secrets));
         secrets.extend(passwords(&postgres, &nats, &names));
@@ -301,6 +334,21 @@ impl TestClusterBuilder {
 fn policies(planned: Vec<(String, Value)>) -> BTreeMap<String, Value> {
     let open = RATE_LIMIT_DEFAULTS.iter().map(|(key, value)| ((*key).to_owned(), json!(value)));
     open.chain(planned).collect()
+}
+
+/// Runs this program's `gpuaas migrate`.
+async fn migrate(gpuaas: &Path, postgres: &TestDatabase) -> anyhow::Result<()> {
+    let mut command = tokio::process::Command::new(gpuaas);
+    command.arg("migrate").env_clear();
+    command.env("SVC_DATABASE_URL", postgres.url().expose_secret()).env("SVC_DATABASE_CA_PATH", postgres.ca_path());
+    let output = command.output().await?;
+    anyhow::ensure!(
+        output.status.success(),
+        "{} migrate: {}",
+        gpuaas.display(),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
 }
 
 /// The folder of the programs of this test's build.

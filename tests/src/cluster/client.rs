@@ -7,14 +7,19 @@ use reqwest::{Method, StatusCode};
 use serde_json::Value;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use supervisors::dev::api;
 use uuid::Uuid;
 
 /// A client at one address, with or without a bearer token.
 #[derive(Clone)]
 pub struct Client {
     http: reqwest::Client,
+    /// For requests that are sent once: a busy machine delays their responses, and does not fail them.
+    patient_http: reqwest::Client,
     base: String,
     token: Option<String>,
+    /// The cookie of a login to the console, and the origin of its pages.
+    cookie: Option<(String, String)>,
 }
 
 /// A response.
@@ -33,13 +38,20 @@ impl Client {
     /// A client that trusts the authority in `ca_path` alone.
     #[must_use]
     pub fn new(ca_path: &Path, base: &str, token: Option<String>) -> Self {
-        let http = supervisors::dev::api::https_client(ca_path).expect("a client can be made");
-        Self { http, base: base.to_owned(), token }
+        let http = api::https_client(ca_path).expect("a client can be made");
+        let patient_http = api::https_client_within(ca_path, WAIT_TIMEOUT).expect("a client can be made");
+        Self { http, patient_http, base: base.to_owned(), token, cookie: None }
     }
 
     #[must_use]
     pub fn as_bearer(&self, token: &str) -> Self {
         Self { token: Some(token.to_owned()), ..self.clone() }
+    }
+
+    /// As a page of this origin in a browser with this cookie.
+    #[must_use]
+    pub fn by_cookie(&self, cookie: &str, origin: &str) -> Self {
+        Self { token: None, cookie: Some((cookie.to_owned(), origin.to_owned())), ..self.clone() }
     }
 
     #[must_use]
@@ -54,18 +66,35 @@ impl Client {
 
     /// A request with the token, which the caller completes.
     pub fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
-        let request = self.http.request(method, format!("{}{path}", self.base));
-        match &self.token {
-            Some(token) => request.bearer_auth(token),
-            None => request,
+        self.request_by(&self.http, method, path)
+    }
+
+    fn request_by(&self, http: &reqwest::Client, method: Method, path: &str) -> reqwest::RequestBuilder {
+        let request = http.request(method, format!("{}{path}", self.base));
+        match (&self.token, &self.cookie) {
+            (Some(token), _) => request.bearer_auth(token),
+            (None, Some((cookie, origin))) => {
+                request.header("cookie", cookie).header("origin", origin).header("sec-fetch-site", "same-origin")
+            }
+            (None, None) => request,
         }
     }
 
-    /// Sends a request once.
-    pub async fn send(&self, request: reqwest::RequestBuilder) -> ApiResponse {
-        self.try_send(request)
-            .await
-            .unwrap_or_else(|error| panic!("{}: no answer: {:#}", self.base, anyhow::Error::from(error)))
+    /// Sends a request once. A connection that is not made, for example since the kernel has dropped its first packet, is made again:
+    /// nothing was sent then.
+    pub async fn send(&self, mut request: reqwest::RequestBuilder) -> ApiResponse {
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let same = request.try_clone();
+            match self.try_send(request).await {
+                Ok(answer) => return answer,
+                Err(error) => match same {
+                    Some(same) if error.is_connect() && Instant::now() < until => request = same,
+                    _ => panic!("{}: no answer: {:#}", self.base, anyhow::Error::from(error)),
+                },
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     /// # Errors
@@ -76,12 +105,19 @@ impl Client {
 
     /// Sends a request once and returns the response, whatever it is.
     pub async fn send_once(&self, method: Method, path: &str, body: Option<&Value>) -> ApiResponse {
-        self.send(self.with(method, path, body, &Uuid::new_v4().to_string())).await
+        self.send(self.with(&self.patient_http, method, path, body, &Uuid::new_v4().to_string())).await
     }
 
-    fn with(&self, method: Method, path: &str, body: Option<&Value>, key: &str) -> reqwest::RequestBuilder {
+    fn with(
+        &self,
+        http: &reqwest::Client,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+        key: &str,
+    ) -> reqwest::RequestBuilder {
         let post = method == Method::POST;
-        let request = self.request(method, path);
+        let request = self.request_by(http, method, path);
         let request = if post { request.header("Idempotency-Key", key) } else { request };
         match body {
             Some(body) => request.json(body),
@@ -106,7 +142,7 @@ impl Client {
         let key = Uuid::new_v4().to_string();
         let until = Instant::now() + WAIT_TIMEOUT;
         loop {
-            let answer = self.try_send(self.with(method.clone(), path, body, &key)).await;
+            let answer = self.try_send(self.with(&self.http, method.clone(), path, body, &key)).await;
             let why = match answer {
                 Ok(answer) if answer.is_transient() => format!("{answer}"),
                 Ok(answer) => return answer,

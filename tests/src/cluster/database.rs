@@ -2,7 +2,7 @@
 
 use super::{TestCluster, WAIT_TIMEOUT};
 use domain::allocation::Allocation;
-use domain::cross_entity_invariants;
+use domain::invariants;
 use domain::node::Node;
 use domain::{AllocationId, NodeId};
 use reqwest::StatusCode;
@@ -157,13 +157,20 @@ impl TestCluster {
             }
         }
         assert!(
-            cross_entity_invariants::i2_a_gpu_has_one_tenant(&nodes, &allocations),
+            invariants::i2_a_gpu_has_one_tenant(&nodes, &allocations),
             "a GPU is held twice: {nodes:#?} {allocations:#?}"
         );
     }
 
-    /// A NATS client that may see every subject.
+    /// A NATS client that may see every subject. The client gives up a connection after some seconds, which is then made again.
     pub async fn bus(&self) -> async_nats::Client {
-        self.nats.connect(super::builder::OPERATOR).await.expect("NATS takes the operator")
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            match self.nats.connect(super::builder::OPERATOR).await {
+                Ok(client) => return client,
+                Err(error) => assert!(Instant::now() < until, "NATS does not take the operator: {error:#}"),
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 }

@@ -2,8 +2,9 @@
 //! invalid. With [`FakeAgent::serve`] it is the cheapest simulated node, of which benchmarks run many.
 
 use super::client::{ApiResponse, send_request};
-use super::{GPU_MEMORY_MIB, GPU_MODEL};
+use super::{GPU_MEMORY_MIB, GPU_MODEL, WAIT_TIMEOUT};
 use chrono::Utc;
+use domain::validation::Measurement;
 use ed25519_dalek::SigningKey;
 use rcgen::{CertificateParams, KeyPair};
 use reqwest::{Method, StatusCode};
@@ -12,13 +13,17 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
 use wire::task::{SignedEnvelope, Task, TaskError, TaskPayload, TaskResult, TaskStatus, Verifiers, open};
 use wire::{PublicKey, VerifierSet};
+
+/// Beyond the service's own timeouts, and pauses of a busy machine.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+const RETRY_AFTER: Duration = Duration::from_millis(200);
 
 /// A fake agent with an identity.
 pub struct FakeAgent {
@@ -29,6 +34,8 @@ pub struct FakeAgent {
     pub key_pem: String,
     pub recovery: SigningKey,
     pub boot_id: Uuid,
+    /// How it isolates tenants, by its heartbeats and clean-up proofs.
+    pub executor: ExecutorKind,
     session: Uuid,
     gpus: u32,
     verifiers: Verifiers,
@@ -82,8 +89,25 @@ impl EnrollmentAttempt {
     pub async fn enroll(&self) -> ApiResponse {
         let http = anonymous(&self.bundle);
         let url = format!("{}/internal/v1/nodes/{}/enroll", self.bundle.api_url, self.node_id);
-        send_request(http.post(url).json(&self.body())).await.unwrap_or_else(|error| panic!("no answer: {error:?}"))
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            match send_request(http.post(&url).json(&self.body())).await {
+                Ok(answer) => return answer,
+                // A connection that is not made is made again: nothing was sent.
+                Err(error) => assert!(error.is_connect() && Instant::now() < until, "no answer: {error:?}"),
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
+}
+
+/// The output of a validation that has measured this alone, since the machine has no tool for the other tests.
+#[must_use]
+pub fn validation_report(measured: &str, value: u64) -> serde_json::Map<String, Value> {
+    let others = Measurement::ALL.iter().map(|it| it.name()).filter(|name| *name != measured);
+    let not_tested: serde_json::Map<_, _> = others.map(|name| (name.to_owned(), json!("no tool"))).collect();
+    let output = [("measurements", json!({ measured: value })), ("not_tested", not_tested.into())];
+    output.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 impl FakeAgent {
@@ -98,8 +122,14 @@ impl FakeAgent {
     /// Enrolls with the bundle's token and sends nothing else.
     pub async fn enroll(bundle: &BootstrapBundle, gpus: u32) -> Self {
         let (enrollment, key) = EnrollmentAttempt::valid(bundle, gpus);
-        let answer = enrollment.enroll().await.created();
-        Self::with_identity(&enrollment, &key, &answer)
+        let until = Instant::now() + WAIT_TIMEOUT;
+        let mut answer = enrollment.enroll().await;
+        // As an agent does.
+        while answer.is_transient() && Instant::now() < until {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            answer = enrollment.enroll().await;
+        }
+        Self::with_identity(&enrollment, &key, &answer.created())
     }
 
     /// The agent with the identity of this response.
@@ -118,6 +148,7 @@ impl FakeAgent {
             key_pem,
             recovery: enrollment.recovery.clone(),
             boot_id: enrollment.boot_id,
+            executor: ExecutorKind::Sandbox,
             session: Uuid::new_v4(),
             gpus: enrollment.gpus,
             verifiers: Verifiers::trusting(keys).expect("the bundle's keys can be trusted"),
@@ -157,34 +188,45 @@ impl FakeAgent {
     }
 
     /// Sends a request, and sends it again, as an agent does, where the connection was closed: the control plane closes a node's connections
-    /// when its identity changes.
+    /// when its identity changes. A connection that is not made is made again.
     pub async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> ApiResponse {
-        let mut attempts = 0;
+        let until = Instant::now() + WAIT_TIMEOUT;
+        let mut closed = 0;
         loop {
-            attempts += 1;
             let request = self.request(method.clone(), path);
             let request = body.iter().fold(request, |request, body| request.json(body));
             match send_request(request).await {
                 Ok(response) => return response,
-                Err(error) if attempts == 3 => panic!("{path}: no answer: {error:?}"),
-                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+                Err(error) => {
+                    closed += u32::from(!error.is_connect());
+                    assert!(closed < 3 && Instant::now() < until, "{path}: no answer: {error:?}");
+                }
             }
+            tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
 
     /// Polls for a task and returns the response, whatever it is.
     pub async fn poll(&self, seconds: u32) -> Result<ApiResponse, reqwest::Error> {
         let path = format!("tasks/wait?timeout_seconds={seconds}&session={}", self.session);
-        send_request(self.request(Method::GET, &path).timeout(Duration::from_secs(u64::from(seconds) + 20))).await
+        let timeout = REQUEST_TIMEOUT + Duration::from_secs(seconds.into());
+        send_request(self.request(Method::GET, &path).timeout(timeout)).await
     }
 
-    /// The next task, with its signature verified.
+    /// The next task, with its signature verified. A transient refusal is retried.
     pub async fn wait(&self, seconds: u32) -> Option<TaskPayload> {
-        let answer = self.poll(seconds).await.unwrap_or_else(|error| panic!("no answer to the task wait: {error:?}"));
-        if answer.status == StatusCode::NO_CONTENT {
-            return None;
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let answer = self.poll(seconds).await;
+            let answer = answer.unwrap_or_else(|error| panic!("no answer to the task wait: {error:?}"));
+            if answer.status == StatusCode::NO_CONTENT {
+                return None;
+            }
+            if !answer.is_transient() || Instant::now() >= until {
+                return Some(self.opened(answer));
+            }
+            tokio::time::sleep(RETRY_AFTER).await;
         }
-        Some(self.opened(answer))
     }
 
     /// The task in the response to a poll, with its signature verified.
@@ -194,25 +236,34 @@ impl FakeAgent {
         open(&envelope, &self.verifiers).expect("a task is signed by a key of the bundle")
     }
 
-    /// The next task; fails if there is none.
+    /// The next task; fails if there is none. As an agent does, it polls again after an answer that is transient.
     pub async fn next_task(&self) -> TaskPayload {
-        for _ in 0..6 {
-            if let Some(task) = self.wait(5).await {
-                return task;
-            }
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let seen = match self.poll(5).await {
+                Ok(answer) if answer.status == StatusCode::NO_CONTENT || answer.is_transient() => answer.to_string(),
+                Ok(answer) => return self.opened(answer),
+                Err(error) => format!("{error:?}"),
+            };
+            assert!(
+                Instant::now() < until,
+                "no task for node {} within {WAIT_TIMEOUT:?}; the last: {seen}",
+                self.node_id
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        panic!("no task for node {} within 30 s", self.node_id)
     }
 
     /// The body of a heartbeat.
     #[must_use]
     pub fn heartbeat_body(&self) -> Value {
+        let inventory = NodeInventory { executor: self.executor, ..inventory(self.node_id, self.gpus) };
         json!({
             "boot_id": self.boot_id,
             "agent_version": "0.0.0-hand",
             "protocol": wire::PROTOCOL,
             "sent_at": Utc::now(),
-            "inventory": inventory(self.node_id, self.gpus),
+            "inventory": inventory,
             "telemetry": {},
             "health": { "status": "ok", "alerts": [] },
             "verifier_set_version": 0,
@@ -221,12 +272,24 @@ impl FakeAgent {
     }
 
     pub async fn heartbeat(&self) -> ApiResponse {
-        self.send(Method::POST, "heartbeat", Some(&self.heartbeat_body())).await
+        self.post_until_final("heartbeat", || self.heartbeat_body()).await
     }
 
     pub async fn report(&self, task_id: Uuid, result: &TaskResult) -> ApiResponse {
         let body = serde_json::to_value(result).unwrap();
-        self.send(Method::POST, &format!("tasks/{task_id}/result"), Some(&body)).await
+        self.post_until_final(&format!("tasks/{task_id}/result"), || body.clone()).await
+    }
+
+    /// Retries, as an agent does, until the response is not transient.
+    pub async fn post_until_final(&self, path: &str, body: impl Fn() -> Value) -> ApiResponse {
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let answer = self.send(Method::POST, path, Some(&body())).await;
+            if !answer.is_transient() || Instant::now() >= until {
+                return answer;
+            }
+            tokio::time::sleep(RETRY_AFTER).await;
+        }
     }
 
     /// The result of a successful task; for a release, with the clean-up proof.
@@ -241,13 +304,26 @@ impl FakeAgent {
             | Task::Validate { .. }
             | Task::Diagnose {}
             | Task::Reboot(_)
+            | Task::ResetGpu(_)
             | Task::UpdateAgent(_) => None,
+        };
+        let output = match &task.task {
+            Task::Validate { load: Some(_) } => validation_report("gpu_pcie_lanes", 16),
+            Task::Validate { load: None }
+            | Task::Provision(_)
+            | Task::Release(_)
+            | Task::ReconcileSshKeys(_)
+            | Task::OpenTerminal(_)
+            | Task::Diagnose {}
+            | Task::Reboot(_)
+            | Task::ResetGpu(_)
+            | Task::UpdateAgent(_) => serde_json::Map::new(),
         };
         let now = Utc::now();
         TaskResult {
             attempt: task.attempt,
             status: TaskStatus::Succeeded,
-            output: serde_json::Map::new(),
+            output,
             error: None,
             proof,
             started_at: now,
@@ -262,8 +338,8 @@ impl FakeAgent {
     }
 
     fn proof(&self, task: &TaskPayload, allocation_id: Uuid) -> SignedEnvelope {
-        let findings = CleanupCheck::REQUIRED.iter().map(|what| CleanupFinding {
-            what: *what,
+        let findings = CleanupCheck::required(self.executor).map(|what| CleanupFinding {
+            what,
             looked_for: allocation_id.to_string(),
             outcome: FindingOutcome::Gone,
             detail: None,
@@ -374,13 +450,13 @@ pub fn anonymous_over_http1(bundle: &BootstrapBundle) -> reqwest::Client {
 /// A client with a connection for every request, over one of these protocols.
 fn over(mut tls: ClientConfig, protocols: &[&[u8]]) -> reqwest::Client {
     tls.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
-    let builder = reqwest::Client::builder().tls_backend_preconfigured(tls).no_proxy().timeout(Duration::from_secs(20));
+    let builder = reqwest::Client::builder().tls_backend_preconfigured(tls).no_proxy().timeout(REQUEST_TIMEOUT);
     builder.pool_max_idle_per_host(0).build().unwrap()
 }
 
 fn client(mut tls: ClientConfig, pooled: bool) -> reqwest::Client {
     tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    let builder = reqwest::Client::builder().tls_backend_preconfigured(tls).no_proxy().timeout(Duration::from_secs(20));
+    let builder = reqwest::Client::builder().tls_backend_preconfigured(tls).no_proxy().timeout(REQUEST_TIMEOUT);
     let builder = if pooled { builder } else { builder.pool_max_idle_per_host(0) };
     builder.build().unwrap()
 }

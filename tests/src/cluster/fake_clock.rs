@@ -4,7 +4,7 @@
 
 use anyhow::Context as _;
 use chrono::TimeDelta;
-use local_servers::files;
+use local_servers::private_files;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ pub struct FakeClock {
 impl FakeClock {
     /// A clock without an offset, in a folder that every user can reach.
     pub(super) fn new(folder: &Path) -> anyhow::Result<Self> {
-        files::traversable_folder(folder)?;
+        private_files::traversable_folder(folder)?;
         let library = folder.join(LIBRARY);
         std::fs::copy(installed()?, &library)?;
         std::fs::set_permissions(&library, std::fs::Permissions::from_mode(0o755))?;

@@ -6,16 +6,17 @@ mod form;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{Query, State};
+use axum::extract::{DefaultBodyLimit, Query, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse as _, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use futures::stream;
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
 /// The API key of the service's user.
@@ -53,8 +54,24 @@ pub struct ProviderMachine {
 struct ProviderState {
     machines: BTreeMap<String, ProviderMachine>,
     fault: Option<MaasFault>,
+    /// By operation and machine.
+    operation_faults: BTreeMap<(String, String), MaasFault>,
+    failed_operations: BTreeSet<(String, String)>,
+    /// Of the next requests for the user of the key, one each.
+    user_faults: VecDeque<MaasFault>,
     /// The next deployment is not answered.
     holds_answer: bool,
+    /// How long after its request a deployment begins.
+    deploy_delay: Duration,
+    /// How long after its request a machine is allocated.
+    allocation_delay: Duration,
+    allocation_requests: usize,
+    deploy_requests: usize,
+    deploys_at_once: usize,
+    most_deploys_at_once: usize,
+    /// A permit for each reading of a machine that is answered; `None`: all are.
+    answered_reads: Option<Arc<Semaphore>>,
+    held_reads: usize,
 }
 
 /// A running provider. Dropping it stops it.
@@ -73,7 +90,9 @@ impl Drop for FakeMaas {
 impl FakeMaas {
     pub async fn start() -> Self {
         let state = Arc::new(Mutex::new(ProviderState::default()));
-        let router = Router::new().fallback(answer).with_state(Arc::clone(&state));
+        // MAAS limits no upload (`DATA_UPLOAD_MAX_MEMORY_SIZE` of its settings), and user data with a package's first program is long.
+        let router =
+            Router::new().fallback(answer_detached).layer(DefaultBodyLimit::disable()).with_state(Arc::clone(&state));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
         let address = format!("http://{}/MAAS", listener.local_addr().expect("it listens"));
         let serving = tokio::spawn(async move { axum::serve(listener, router).await }).abort_handle();
@@ -105,6 +124,11 @@ impl FakeMaas {
         change(self.state().machines.get_mut(system_id).expect("there is such a machine"));
     }
 
+    /// Deletes a machine, as the provider's operators do.
+    pub fn delete(&self, system_id: &str) {
+        self.state().machines.remove(system_id).expect("there is such a machine");
+    }
+
     #[must_use]
     pub fn machine(&self, system_id: &str) -> ProviderMachine {
         self.state().machines[system_id].clone()
@@ -131,9 +155,92 @@ impl FakeMaas {
         self.state().fault = fault;
     }
 
+    /// This operation (`op`) on this machine fails so until it is restored by `None`: it is refused and not done, or it is done and its
+    /// answer is slow or cut.
+    pub fn fail_operation(&self, operation: &str, system_id: &str, fault: Option<MaasFault>) {
+        let of = (operation.to_owned(), system_id.to_owned());
+        let mut state = self.state();
+        match fault {
+            Some(fault) => state.operation_faults.insert(of, fault),
+            None => state.operation_faults.remove(&of),
+        };
+    }
+
+    /// Waits until this operation on this machine has failed as [`Self::fail_operation`] configured.
+    pub async fn expect_failed_operation(&self, operation: &str, system_id: &str) {
+        let of = (operation.to_owned(), system_id.to_owned());
+        for _ in 0..1200 {
+            if self.state().failed_operations.contains(&of) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("not within two minutes: {operation} of {system_id}")
+    }
+
+    /// The next requests for the user of the key fail, each in one of these ways.
+    pub fn fail_user_requests(&self, faults: impl IntoIterator<Item = MaasFault>) {
+        self.state().user_faults.extend(faults);
+    }
+
     /// The next deployment begins, and its answer never comes.
     pub fn hold_next_answer(&self) {
         self.state().holds_answer = true;
+    }
+
+    /// From now on a deployment begins, and is answered, so long after its request. Until then the machine's status is that of before.
+    pub fn delay_deployments(&self, delay: Duration) {
+        self.state().deploy_delay = delay;
+    }
+
+    /// From now on a machine is allocated, and that is answered, so long after the request.
+    pub fn delay_allocations(&self, delay: Duration) {
+        self.state().allocation_delay = delay;
+    }
+
+    /// From now on a reading of a machine is held until [`Self::answer_reads`] lets it be answered, with the status of then.
+    pub fn hold_reads(&self) {
+        self.state().answered_reads = Some(Arc::new(Semaphore::new(0)));
+    }
+
+    /// Answers so many of the readings that are held, or that come.
+    pub fn answer_reads(&self, many: usize) {
+        let answered = self.state().answered_reads.clone().expect("readings are held");
+        answered.add_permits(many);
+    }
+
+    /// Waits until a reading is held.
+    pub async fn expect_held_read(&self) {
+        self.expect_held_reads(1).await;
+    }
+
+    /// Waits until so many readings are held.
+    pub async fn expect_held_reads(&self, many: usize) {
+        for _ in 0..1200 {
+            if self.state().held_reads >= many {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("{many} machines are not read within two minutes: {}", self.state().held_reads)
+    }
+
+    /// The requests for allocations, also those that were refused.
+    #[must_use]
+    pub fn allocation_requests(&self) -> usize {
+        self.state().allocation_requests
+    }
+
+    /// The most requests for deployments that were not answered at one time.
+    #[must_use]
+    pub fn most_deploys_at_once(&self) -> usize {
+        self.state().most_deploys_at_once
+    }
+
+    /// The requests for deployments, also those that were refused.
+    #[must_use]
+    pub fn deploy_requests(&self) -> usize {
+        self.state().deploy_requests
     }
 
     fn state(&self) -> MutexGuard<'_, ProviderState> {
@@ -145,7 +252,8 @@ fn locked(state: &Mutex<ProviderState>) -> MutexGuard<'_, ProviderState> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-async fn answer(
+/// The provider ends what was requested, also where the client does not wait for it.
+async fn answer_detached(
     State(state): State<Arc<Mutex<ProviderState>>>,
     method: Method,
     uri: Uri,
@@ -153,17 +261,20 @@ async fn answer(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
+    tokio::spawn(answer(state, method, uri, query, headers, body)).await.expect("no request panics")
+}
+
+async fn answer(
+    state: Arc<Mutex<ProviderState>>,
+    method: Method,
+    uri: Uri,
+    query: HashMap<String, String>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
     let fault = locked(&state).fault;
-    match fault {
-        None => {}
-        Some(MaasFault::Status(status)) => {
-            return (StatusCode::from_u16(status).expect("it is a status"), "not now").into_response();
-        }
-        Some(MaasFault::Page) => {
-            return ([(header::CONTENT_TYPE, "text/html")], "<html>Log in</html>").into_response();
-        }
-        Some(MaasFault::Slow) => std::future::pending().await,
-        Some(MaasFault::Cut) => return cut(),
+    if let Some(fault) = fault {
+        return answer_wrongly(fault).await;
     }
     let host = headers.get(header::HOST).and_then(|value| value.to_str().ok()).unwrap_or_default();
     // Clients read it without a key.
@@ -179,6 +290,32 @@ async fn answer(
     let form = form::fields(&headers, &body);
     let op = query.get("op").map(String::as_str);
     let path = uri.path().strip_prefix("/MAAS/api/2.0/").unwrap_or_default();
+    let fault = operation_fault(&mut locked(&state), op, form.get("system_id").map_or(path, String::as_str));
+    if op == Some("allocate") {
+        let delay = {
+            let mut state = locked(&state);
+            state.allocation_requests += 1;
+            state.allocation_delay
+        };
+        tokio::time::sleep(delay).await;
+    }
+    if op == Some("deploy") {
+        let delay = {
+            let mut state = locked(&state);
+            state.deploy_requests += 1;
+            state.deploys_at_once += 1;
+            state.most_deploys_at_once = state.most_deploys_at_once.max(state.deploys_at_once);
+            state.deploy_delay
+        };
+        tokio::time::sleep(delay).await;
+        locked(&state).deploys_at_once -= 1;
+    }
+    if let Some(refusal @ (MaasFault::Status(_) | MaasFault::Page)) = fault {
+        return answer_wrongly(refusal).await;
+    }
+    if method == Method::GET && path.strip_prefix("machines/").is_some_and(|id| !id.is_empty()) {
+        hold_read(&state).await;
+    }
     let (response, holds) = {
         let mut state = locked(&state);
         let response = match (method.as_str(), path, op) {
@@ -198,7 +335,39 @@ async fn answer(
     if holds {
         std::future::pending::<()>().await;
     }
-    response
+    match fault {
+        Some(fault) => answer_wrongly(fault).await,
+        None => response,
+    }
+}
+
+/// How this operation fails on the machine of this id or path.
+fn operation_fault(state: &mut ProviderState, op: Option<&str>, machine: &str) -> Option<MaasFault> {
+    let op = op?;
+    if op == "whoami" {
+        return state.user_faults.pop_front();
+    }
+    let system_id = machine.trim_start_matches("machines/").trim_end_matches('/');
+    let of = (op.to_owned(), system_id.to_owned());
+    let fault = state.operation_faults.get(&of).copied()?;
+    state.failed_operations.insert(of);
+    Some(fault)
+}
+
+async fn answer_wrongly(fault: MaasFault) -> Response {
+    match fault {
+        MaasFault::Status(status) => (StatusCode::from_u16(status).expect("it is a status"), "not now").into_response(),
+        MaasFault::Page => ([(header::CONTENT_TYPE, "text/html")], "<html>Log in</html>").into_response(),
+        MaasFault::Slow => std::future::pending().await,
+        MaasFault::Cut => cut(),
+    }
+}
+
+async fn hold_read(state: &Mutex<ProviderState>) {
+    let Some(answered) = locked(state).answered_reads.clone() else { return };
+    locked(state).held_reads += 1;
+    answered.acquire().await.expect("it is not closed").forget();
+    locked(state).held_reads -= 1;
 }
 
 /// The beginning of an answer, and then the end of the connection.

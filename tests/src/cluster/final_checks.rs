@@ -3,13 +3,15 @@
 use super::storage_dump::spellings;
 use super::{TestCluster, builder, logs};
 use domain::Shard;
+use local_servers::process::tail;
 use persistence::Secrets;
 use persistence::audit::{AuditKeys, AuditVerification, verify};
 use persistence::envelope_encryption::KeyRing;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use supervisors::dev::agents::AgentProcess;
+use supervisors::shutdown::SHUTDOWN_TIMEOUT;
 use uuid::Uuid;
 
 /// The findings that a test has declared as expected.
@@ -78,10 +80,10 @@ impl TestCluster {
     }
 
     async fn expect_no_secret_stored(&self) {
-        let kept = self.dump_storage().await;
+        let stored = self.dump_storage().await;
         for (what, secret) in self.secrets.iter().cloned().chain(self.private_keys_of_agents()) {
             for spelling in spellings(&secret) {
-                for place in &kept {
+                for place in &stored {
                     assert!(!place.text.contains(&spelling), "{what} stands in {}", place.name);
                 }
             }
@@ -114,10 +116,12 @@ impl TestCluster {
             replica.stop().await;
             let status = replica.exit_status();
             let well = !ran || status.is_some_and(|status| status.success());
-            assert!(well, "{} did not end in order: {status:?} after {:?}", replica.name(), began.elapsed());
+            let log = tail(&replica.log(), 20);
+            assert!(well, "{} did not end in order: {status:?} after {:?}\n{log}", replica.name(), began.elapsed());
+            // A shutdown in which a step hangs takes all of that time.
             assert!(
-                began.elapsed() < Duration::from_secs(15),
-                "{} ended slowly: {:?}",
+                began.elapsed() < SHUTDOWN_TIMEOUT,
+                "{} ended slowly: {:?}; its log ends with:\n{log}",
                 replica.name(),
                 began.elapsed()
             );
@@ -166,8 +170,16 @@ impl TestCluster {
         keys.filter_map(|path| builder::lines_of("a node's private key", &path).ok()).flatten().collect()
     }
 
-    /// Prints the last warnings of a failed test's processes.
+    /// Prints the last warnings of a failed test's processes, the last lines of its servers, and how busy the machine is.
     fn print_warnings(&self) {
+        for path in ["/proc/loadavg", "/proc/pressure/cpu", "/proc/pressure/io"] {
+            if let Ok(load) = std::fs::read_to_string(path) {
+                eprintln!("--- {path}: {}", load.trim_end());
+            }
+        }
+        for log in [self.nats.log(), self.postgres.log()] {
+            eprintln!("--- the end of {}\n{}", log.display(), tail(log, 12));
+        }
         for log in logs::read(std::slice::from_ref(&self.logs)) {
             let lines = log.warnings_and_errors();
             eprintln!("--- {}: its last {} lines of WARN and above", log.name, lines.len().min(25));

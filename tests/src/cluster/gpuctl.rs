@@ -228,7 +228,8 @@ impl PtySession {
         self.wait_for("anything", |shown| !shown.is_empty()).await;
     }
 
-    async fn wait_for(&mut self, what: &str, seen: impl Fn(&str) -> bool) {
+    /// Waits until the whole output is as wanted.
+    pub async fn wait_for(&mut self, what: &str, seen: impl Fn(&str) -> bool) {
         let until = Instant::now() + WAIT_TIMEOUT;
         while !seen(&self.text()) {
             let ended = self.child.try_wait().expect("it can be asked");

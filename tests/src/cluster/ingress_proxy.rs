@@ -4,7 +4,7 @@
 //! those of direct connections are not.
 
 use super::TestCluster;
-use local_servers::files;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch, free_port};
 use secrecy::ExposeSecret as _;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// The address from which proxies connect to replicas.
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
-const STARTS_WITHIN: Duration = Duration::from_secs(20);
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
 const STOPS_WITHIN: Duration = Duration::from_secs(2);
 
 /// A kind of proxy.
@@ -79,7 +79,7 @@ impl ProxyKind {
             Self::Nginx => ("nginx", tools.join("debian/usr/sbin/nginx")),
             Self::Envoy => ("envoy", tools.join("envoy")),
         };
-        let found = files::find_programs(name).into_iter().chain([own]).find(|path| path.is_file());
+        let found = private_files::find_programs(name).into_iter().chain([own]).find(|path| path.is_file());
         found.unwrap_or_else(|| panic!("there is no {name}: `deploy/test --tools` installs it"))
     }
 }
@@ -123,11 +123,11 @@ impl IngressProxy {
             ("api-ca.pem", read(cluster.authority.certificate_path())),
         ];
         for (name, text) in files {
-            files::write_private(&folder.path().join(name), text.as_bytes()).expect("a file can be written");
+            private_files::write_private(&folder.path().join(name), text.as_bytes()).expect("a file can be written");
         }
         let path = folder.path().join(kind.file());
         let configuration = configuration_of(kind, folder.path(), address, cluster.replicas[0].listens().node);
-        files::write_private(&path, configuration.as_bytes()).expect("a file can be written");
+        private_files::write_private(&path, configuration.as_bytes()).expect("a file can be written");
 
         let process = launch(kind, address, folder.path()).await;
         Self { kind, address, process, folder }
@@ -136,7 +136,7 @@ impl IngressProxy {
     /// Restarts it with the current authorities of node certificates.
     pub async fn reload_authorities(&mut self, cluster: &TestCluster) {
         let path = self.folder.path().join("node-ca.pem");
-        files::write_private(&path, node_ca(cluster).as_bytes()).expect("a file can be written");
+        private_files::write_private(&path, node_ca(cluster).as_bytes()).expect("a file can be written");
         self.process.stop(STOPS_WITHIN).await;
         self.process = launch(self.kind, self.address, self.folder.path()).await;
     }

@@ -2,15 +2,15 @@
 //! receives with Python's mail parser.
 
 use anyhow::{Context as _, bail};
-use local_servers::files;
 use local_servers::pki::Authority;
+use local_servers::private_files;
 use local_servers::process::{ChildProcess, Launch};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-const STARTS_WITHIN: Duration = Duration::from_secs(30);
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
 
 /// The user that it accepts.
 const USER: &str = "gpuaas@example.com";
@@ -159,14 +159,14 @@ impl MailServer {
     }
 
     async fn try_start(security: Security) -> anyhow::Result<Self> {
-        let python = files::find_programs("aiosmtpd/bin/python").into_iter().next();
+        let python = private_files::find_programs("aiosmtpd/bin/python").into_iter().next();
         let python =
             python.context("no aiosmtpd in $GPUAAS_TOOLS_DIR or in .dev/tools; `deploy/test --tools` installs it")?;
         let holder = tempfile::Builder::new().prefix("gpuaas-mail-").tempdir()?;
         let folder = holder.path().canonicalize()?;
         let authority = Authority::create(&folder.join("pki"))?;
         let certificate = authority.server_certificate("mail")?;
-        let password = format!("p:{}@/%", files::random_hex(16));
+        let password = format!("p:{}@/%", private_files::random_hex(16));
         let name = match security {
             Security::Tls => "tls",
             Security::StartTls => "starttls",

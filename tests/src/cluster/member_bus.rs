@@ -3,10 +3,10 @@
 use super::TestCluster;
 use chrono::Utc;
 use domain::MemberId;
-use edge::trust::keys_in_force::{Keys, KeysInForce};
+use edge::trust::current_keys::{CurrentKeys, Keys};
 use edge::trust::node_certificate::TrustDomain;
-use persistence::cluster::Member;
 use persistence::envelope_encryption::KeyRing;
+use persistence::membership::Member;
 use persistence::{Reads, Secrets};
 use prometheus::Registry;
 use serde_json::json;
@@ -15,6 +15,7 @@ use std::time::Instant;
 use supervisors::cluster::ClusterView;
 use supervisors::cluster::authentication::MemberAuthenticator;
 use supervisors::cluster::bus::Bus;
+use supervisors::cluster::nats;
 use tokio::sync::Notify;
 use uuid::Uuid;
 
@@ -30,8 +31,8 @@ impl TestCluster {
         let view = Arc::new(ClusterView::new(Member { id, name: NAME.to_owned(), started_at: Utc::now(), details }));
         // Postgres runs on this machine.
         view.clock.measure(Instant::now(), Utc::now());
-        let members = MemberAuthenticator::register(&Registry::new(), Arc::clone(&view), KeysInForce::new(keys));
+        let members = MemberAuthenticator::register(&Registry::new(), Arc::clone(&view), CurrentKeys::new(keys));
         let members = Arc::new(members.expect("the registry is empty"));
-        Bus::new(self.bus().await, NAME, members, view, Arc::new(Notify::new()))
+        Bus::new(self.bus().await, nats::inbox_of(NAME), members, view, Arc::new(Notify::new()))
     }
 }

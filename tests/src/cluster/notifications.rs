@@ -104,6 +104,11 @@ impl NotificationSubscriber {
         true
     }
 
+    /// Receives what has arrived. The service disconnects a subscriber that answers no ping for 45 s, which only one that receives does.
+    pub async fn receive_pending(&mut self) {
+        while self.receive(Duration::from_millis(1)).await {}
+    }
+
     /// Waits for a notification of this type.
     pub async fn expect_notification(&mut self, kind: &str) -> Value {
         self.expect_notification_where(kind, |_| true).await

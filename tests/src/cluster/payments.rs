@@ -15,8 +15,8 @@ use std::time::Duration;
 use supervisors::dev::replica::Replica;
 use uuid::Uuid;
 
-/// Longer than the backoff of a payment's queries at the processor: 10, 20, 40 and 80 seconds.
-pub const RESEND_TIMEOUT: Duration = Duration::from_secs(150);
+/// Longer than the backoff of a payment's queries at the processor: 10, 20, 40 and 80 seconds, and the time of each of them.
+pub const RESEND_TIMEOUT: Duration = Duration::from_secs(210);
 
 /// The site to which a payer returns.
 const SHOP: &str = "https://shop.example";
@@ -164,17 +164,22 @@ impl ProcessorClient {
         send_request(request.bearer_auth(self.secret_key.expose_secret())).await.expect("the processor answers")
     }
 
-    /// All objects of a kind at the processor.
+    /// All objects of a kind at the processor, page by page.
     pub async fn all(&self, kind: &str) -> Vec<Value> {
-        const MOST: usize = 100;
-        let request = self.http.get(format!("{}/v1/{kind}?limit={MOST}", self.processor));
-        let list = send_request(request.bearer_auth(self.secret_key.expose_secret()))
-            .await
-            .expect("the processor answers")
-            .ok();
-        let objects = list["data"].as_array().expect("a list has objects").clone();
-        assert!(objects.len() < MOST, "there may be more {kind} than one page has");
-        objects
+        let mut objects: Vec<Value> = Vec::new();
+        loop {
+            let after = objects.last().and_then(|last| last["id"].as_str());
+            let after = after.map(|id| format!("&starting_after={id}")).unwrap_or_default();
+            let request = self.http.get(format!("{}/v1/{kind}?limit=100{after}", self.processor));
+            let page = send_request(request.bearer_auth(self.secret_key.expose_secret()))
+                .await
+                .expect("the processor answers")
+                .ok();
+            objects.extend(page["data"].as_array().expect("a list has objects").iter().cloned());
+            if page["has_more"] != true {
+                return objects;
+            }
+        }
     }
 
     /// The number of replicas that receive webhooks.

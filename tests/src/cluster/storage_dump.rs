@@ -1,9 +1,9 @@
 //! All stored and exposed data of a cluster, as text: every table of Postgres, every message of NATS, every replica's metrics. The secrets
 //! that no log may contain must not be in there either.
 
-use super::TestCluster;
 use super::builder::OPERATOR;
 use super::logs::Log;
+use super::{TestCluster, WAIT_TIMEOUT};
 use async_nats::jetstream;
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD_NO_PAD, URL_SAFE_NO_PAD};
@@ -14,16 +14,16 @@ use std::time::Duration;
 impl TestCluster {
     /// All of it that can be reached now.
     pub(super) async fn dump_storage(&self) -> Vec<Log> {
-        let mut kept = self.tables().await;
-        kept.extend(self.messages().await);
+        let mut stored = self.tables().await;
+        stored.extend(self.messages().await);
         for replica in &self.replicas {
             let url = format!("{}/metrics", replica.operations_url());
             // A replica that a test has killed serves no metrics.
             if let Ok(answer) = super::client::send_request(self.admin.http().get(url)).await {
-                kept.push(Log { name: format!("the metrics of {}", replica.name()), text: answer.text });
+                stored.push(Log { name: format!("the metrics of {}", replica.name()), text: answer.text });
             }
         }
-        kept
+        stored
     }
 
     /// Every table and partition, one row a line, as JSON.
@@ -52,7 +52,9 @@ impl TestCluster {
     async fn messages(&self) -> Vec<Log> {
         // A test may end without NATS.
         let Ok(client) = self.nats.connect(OPERATOR).await else { return Vec::new() };
-        let context = jetstream::new(client);
+        let mut context = jetstream::new(client);
+        // The default is ten seconds, at the end of each test, while others keep the disk busy.
+        context.set_timeout(WAIT_TIMEOUT);
         let names: Vec<String> = context.stream_names().try_collect().await.expect("the streams can be listed");
         let mut streams = Vec::new();
         for name in names {

@@ -8,6 +8,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -110,7 +111,7 @@ impl TestCluster {
 
     /// A new terminal of `user`, at the replica with the node's stream or, if `relayed`, at another; and the replica with the stream.
     pub async fn terminal_joined(&mut self, allocation: Uuid, relayed: bool) -> (Terminal, usize) {
-        let before = self.terminal_streams().await;
+        let before = self.settled_terminal_streams().await;
         let ticket = self.issue_terminal_token(&self.user.clone(), allocation, None).await;
         let until = tokio::time::Instant::now() + WAIT_TIMEOUT;
         let streams_at = loop {
@@ -127,6 +128,22 @@ impl TestCluster {
         (terminal, streams_at)
     }
 
+    /// The number of node streams at each replica, once each session that is not closed has one, and those of closed sessions are gone.
+    async fn settled_terminal_streams(&self) -> Vec<u64> {
+        let until = tokio::time::Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let listed = self.admin.get("/api/v1/admin/terminal-sessions").await.ok();
+            let sessions = listed["items"].as_array().expect("a list of sessions").iter();
+            let open = sessions.filter(|session| session["state"] != "closed").count();
+            let streams = self.terminal_streams().await;
+            if streams.iter().sum::<u64>() == open as u64 {
+                return streams;
+            }
+            assert!(tokio::time::Instant::now() < until, "{open} sessions are open, and the streams are {streams:?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     /// The number of node streams at each replica.
     async fn terminal_streams(&self) -> Vec<u64> {
         let mut streams = Vec::new();
@@ -140,6 +157,12 @@ impl TestCluster {
 }
 
 impl TerminalGateway {
+    /// The same gateway behind another balancer.
+    #[must_use]
+    pub fn at(self, address: SocketAddr) -> Self {
+        Self { at: address.to_string(), ..self }
+    }
+
     /// Sets the size of the kernel's receive buffer.
     #[must_use]
     pub fn receiving(self, bytes: u32) -> Self {
@@ -162,17 +185,34 @@ impl TerminalGateway {
         &self.at
     }
 
-    async fn tls_on(&self, stream: TcpStream) -> TlsStream<TcpStream> {
+    async fn tls_on(&self, stream: TcpStream) -> std::io::Result<TlsStream<TcpStream>> {
         stream.set_nodelay(true).unwrap();
         let host = self.at.rsplit_once(':').expect("a port").0.to_owned();
         let name = ServerName::try_from(host).unwrap();
-        TlsConnector::from(Arc::new(self.client_config())).connect(name, stream).await.expect("TLS")
+        TlsConnector::from(Arc::new(self.client_config())).connect(name, stream).await
     }
 
-    /// Opens a terminal; the upgrade has to succeed.
+    async fn connection(&self) -> std::io::Result<TlsStream<TcpStream>> {
+        let socket = TcpSocket::new_v4().unwrap();
+        if let Some(bytes) = self.receives {
+            socket.set_recv_buffer_size(bytes).unwrap();
+        }
+        self.tls_on(socket.connect(self.at.parse().unwrap()).await?).await
+    }
+
+    /// Opens a terminal; the upgrade has to succeed. As clients do, it asks again where the service is not available at the moment.
     pub async fn open(&self, token: &str, from: Option<u64>) -> Terminal {
         let asking = TerminalRequest { token: Some(token.to_owned()), from, ..TerminalRequest::default() };
-        self.connect(&asking).await.unwrap_or_else(|refused| panic!("the gateway answers {refused:?}"))
+        let until = tokio::time::Instant::now() + WAIT_TIMEOUT;
+        loop {
+            match self.connect(&asking).await {
+                Ok(terminal) => return terminal,
+                Err((503, _)) if tokio::time::Instant::now() < until => {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                Err(refused) => panic!("the gateway answers {refused:?}"),
+            }
+        }
     }
 
     /// # Errors
@@ -187,7 +227,8 @@ impl TerminalGateway {
         Ok(Terminal { socket, session: Uuid::nil(), shown: Vec::new(), position: 0, unread: Vec::new(), closed: None })
     }
 
-    /// Opens a WebSocket with the first of the offered subprotocols, over a connection of its own.
+    /// Opens a WebSocket with the first of the offered subprotocols, over a connection of its own. One that is not made is made again, as
+    /// where a balancer does not know yet that a replica is gone.
     ///
     /// # Errors
     /// Status and body of a response that is no upgrade.
@@ -197,12 +238,15 @@ impl TerminalGateway {
         offered: &[String],
         headers: impl IntoIterator<Item = (&'static str, &'a str)>,
     ) -> Result<Socket, (u16, Value)> {
-        let socket = TcpSocket::new_v4().unwrap();
-        if let Some(bytes) = self.receives {
-            socket.set_recv_buffer_size(bytes).unwrap();
-        }
-        let stream = socket.connect(self.at.parse().unwrap()).await.expect("it listens");
-        self.upgrade_on(stream, path, offered, headers).await
+        let until = tokio::time::Instant::now() + WAIT_TIMEOUT;
+        let stream = loop {
+            match self.connection().await {
+                Ok(stream) => break stream,
+                Err(error) => assert!(tokio::time::Instant::now() < until, "{} takes no connection: {error}", self.at),
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        };
+        self.upgrade_over(stream, path, offered, headers).await
     }
 
     /// As [`TerminalGateway::upgrade`], over this connection.
@@ -216,6 +260,16 @@ impl TerminalGateway {
         offered: &[String],
         headers: impl IntoIterator<Item = (&'static str, &'a str)>,
     ) -> Result<Socket, (u16, Value)> {
+        self.upgrade_over(self.tls_on(stream).await.expect("TLS"), path, offered, headers).await
+    }
+
+    async fn upgrade_over<'a>(
+        &self,
+        stream: TlsStream<TcpStream>,
+        path: &str,
+        offered: &[String],
+        headers: impl IntoIterator<Item = (&'static str, &'a str)>,
+    ) -> Result<Socket, (u16, Value)> {
         let mut request = format!("wss://{}{path}", self.at).into_client_request().expect("a URL");
         if !offered.is_empty() {
             request.headers_mut().insert("sec-websocket-protocol", offered.join(", ").parse().unwrap());
@@ -223,7 +277,6 @@ impl TerminalGateway {
         for (name, value) in headers {
             request.headers_mut().insert(name, value.parse().unwrap());
         }
-        let stream = self.tls_on(stream).await;
         match timeout(WAIT_TIMEOUT, client_async(request, stream)).await.expect("it answers") {
             Ok((socket, answer)) => {
                 assert_eq!(answer.headers()["sec-websocket-protocol"], offered[0].as_str());

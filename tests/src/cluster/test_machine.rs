@@ -2,7 +2,7 @@
 //! network is the host's. An agent on it is root and creates Linux users, and nothing of that reaches the host.
 
 use super::TestCluster;
-use crate::overlay::{FileRecord, MAKE, NAMESPACES, UPPER, View};
+use crate::overlay_machine::{FileRecord, MAKE, NAMESPACES, UPPER, View};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, Uid};
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// The machine's init process: it reaps orphaned processes.
 const INIT: &str = "while :; do sleep 3600 & wait $!; done";
-const STARTS_WITHIN: Duration = Duration::from_secs(20);
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
 
 /// A running machine. Dropping it ends everything on it.
 pub struct TestMachine {
@@ -34,7 +34,7 @@ impl TestCluster {
     /// A machine for the agent of this name. `None` where this process is not root, which is reported as a test not run.
     pub fn machine(&self, agent: &str) -> Option<TestMachine> {
         if !Uid::effective().is_root() {
-            crate::skipped::report_skipped("it needs root, to make Linux users in namespaces of its own");
+            crate::skipped_tests::report_skipped("it needs root, to make Linux users in namespaces of its own");
             return None;
         }
         let folder = tempfile::tempdir().expect("a folder can be made");
@@ -56,7 +56,7 @@ impl TestCluster {
         };
         let until = Instant::now() + STARTS_WITHIN;
         while !machine.is_up() {
-            assert!(Instant::now() < until, "the machine does not come up");
+            assert!(Instant::now() < until, "the machine does not come up: {:?}", machine.unshare.try_wait());
             std::thread::sleep(Duration::from_millis(20));
         }
         Some(machine)

@@ -36,6 +36,8 @@ pub struct FleetBehavior {
     gate: Semaphore,
     /// Nodes whose updates are rolled back.
     fails: Mutex<BTreeSet<Uuid>>,
+    /// Nodes whose validations fail.
+    unfit: Mutex<BTreeSet<Uuid>>,
     /// The updates that began, in their order.
     begun: Mutex<Vec<Uuid>>,
     in_flight: AtomicUsize,
@@ -50,6 +52,7 @@ impl FleetBehavior {
         Self {
             gate: Semaphore::new(permits),
             fails: Mutex::default(),
+            unfit: Mutex::default(),
             begun: Mutex::default(),
             in_flight: AtomicUsize::new(0),
             most_in_flight: AtomicUsize::new(0),
@@ -61,6 +64,11 @@ impl FleetBehavior {
     /// Lets so many more updates end.
     pub fn finish(&self, updates: usize) {
         self.gate.add_permits(updates);
+    }
+
+    /// The machine of this node passes no validation.
+    pub fn fail_validations(&self, node: Uuid) {
+        lock(&self.unfit).insert(node);
     }
 
     /// Updates of this node are rolled back.
@@ -146,13 +154,15 @@ pub struct UpdatableAgent {
     digest: Mutex<String>,
     /// The results of the tasks that it was given: a task that comes again is reported again.
     results: Mutex<BTreeMap<Uuid, TaskResult>>,
+    /// The updates that have begun.
+    started: Mutex<BTreeSet<Uuid>>,
 }
 
 impl UpdatableAgent {
     /// The agent runs the version whose digest has only zeros.
     #[must_use]
     pub fn new(agent: FakeAgent) -> Self {
-        Self { agent, digest: Mutex::new(digest('0')), results: Mutex::default() }
+        Self { agent, digest: Mutex::new(digest('0')), results: Mutex::default(), started: Mutex::default() }
     }
 
     /// Sends a heartbeat with the version that it runs; a lost one is sent again.
@@ -201,15 +211,23 @@ impl UpdatableAgent {
 
     async fn execute(self: Arc<Self>, task: TaskPayload, shared: Arc<FleetBehavior>) {
         let known = lock(&self.results).get(&task.task_id).cloned();
+        let is_update = matches!(task.task, Task::UpdateAgent(_));
+        if is_update && !lock(&self.started).insert(task.task_id) && known.is_none() {
+            // It was sent again, since the answer to a poll was lost. Its execution will report it.
+            return;
+        }
         let result = match (known, &task.task) {
-            // It is reported again, or its execution will report it.
+            // It is reported again.
             (Some(result), _) => result,
             (None, Task::UpdateAgent(update)) => self.update(&task, &update.digest.to_string(), &shared).await,
+            (None, Task::Validate { .. }) if lock(&shared.unfit).contains(&self.agent.node_id) => {
+                self.agent.failure(&task)
+            }
             (None, _) => self.agent.success(&task),
         };
         let body = serde_json::to_value(&result).unwrap();
         self.send_until_answered(&format!("tasks/{}/result", task.task_id), &body).await;
-        if matches!(task.task, Task::UpdateAgent(_)) {
+        if is_update {
             shared.ended.fetch_add(1, Ordering::SeqCst);
         }
     }

@@ -118,7 +118,12 @@ impl WebhookReceiver {
             if found.len() >= count {
                 return found;
             }
-            assert!(Instant::now() < until, "{} of {count} messages of {event} came", found.len());
+            let others = self.received();
+            let others: Vec<_> = others
+                .iter()
+                .map(|it| (it.status, String::from_utf8_lossy(&it.body).chars().take(80).collect::<String>()))
+                .collect();
+            assert!(Instant::now() < until, "{} of {count} messages of {event} came: {others:#?}", found.len());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }

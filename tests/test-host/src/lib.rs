@@ -108,5 +108,6 @@ pub fn caller(user_id: &str, role: TokenRole) -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }

@@ -88,7 +88,7 @@ async fn measure(cluster: &TestCluster, plan: MeasurementPlan) -> anyhow::Result
     }
     let met = |rate: f64| if rate >= AIM_PER_SECOND { "met" } else { "missed" };
     let kept = median(&kept);
-    Ok(BenchReport::new("webhook", "events/s", "a plain axum handler and an INSERT", &turns)
+    Ok(BenchReport::new("payment_webhook", "events/s", "a plain axum handler and an INSERT", &turns)
         .metric("taken_in_and_worked_on_per_second", rounded(median(&worked)))
         .metric("p50_ms_at_half_load", rounded(median(&p50)))
         .metric("p99_ms_at_half_load", rounded(median(&p99)))

@@ -12,7 +12,7 @@ async fn another_client_allocates_deploys_and_releases_a_machine() {
     maas.add(MACHINE, "gpu-1");
     maas.add("other", "gpu-2");
     let mut client = Command::new(installed("libmaas/bin/python"));
-    client.arg(root().join("tests/it/maas/other_client.py")).args([maas.url(), API_KEY, MACHINE, "gpu-1"]);
+    client.arg(root().join("tests/it/maas/python_libmaas.py")).args([maas.url(), API_KEY, MACHINE, "gpu-1"]);
     let seen: Value = serde_json::from_str(run(client).await.lines().last().unwrap()).unwrap();
     let expected = json!({
         "user": USER,
