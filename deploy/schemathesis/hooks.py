@@ -16,7 +16,7 @@ REFUSED_FOR_ITS_MEANING = [
     r"^`gpus_total` is \d+, but a node of this SKU has|^The SKU is not offered in (this )?region",
     # A key's bytes must be a key; base64 that decodes to something else has the right form.
     r"^`(ssh_)?public_key` is refused",
-    # A pattern for host names that tells all that DNS and the address families forbid would be no help to anybody.
+    # A pattern with all that DNS and the address families forbid in host names would not be readable.
     r"^`host` ",
     # Every field of a change may be null, which says nothing; not all of them at once.
     r"^Nothing is to be changed",
@@ -43,7 +43,7 @@ REFUSED_FOR_ITS_MEANING = [
     r"^A refund is of a payment or of an allocation",
     # To JSON Schema 10.0 is a whole number; money is counted in digits.
     r"^Field `amount_minor` cannot be read: invalid type, expected a whole number",
-    # No pattern tells all that is no address.
+    # No pattern matches every text that is not an address.
     r"^Field `(success|cancel)_url` cannot be read",
     # Whose events: the token says whether there is an organization.
     r"^Your access token names no organization",
