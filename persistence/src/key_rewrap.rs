@@ -263,7 +263,7 @@ impl Rewrap {
         )
         .bind(kind.as_str())
         .bind(field.path)
-        .bind(after.unwrap_or(Uuid::nil()))
+        .bind(after.unwrap_or_default())
         .bind(PREFIX_CHARS)
         .bind(i32::try_from(mark.len()).unwrap_or(i32::MAX))
         .bind(mark)
