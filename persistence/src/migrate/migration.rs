@@ -1,8 +1,9 @@
 //! The files of `migrations/`.
 
-use sqlx::migrate::{Migration, MigrationType, Migrator};
+use sqlx::migrate::{Migration, MigrationType};
 
-static EMBEDDED: Migrator = sqlx::migrate!("../migrations");
+/// Version, name and text of each file, in their order (`build.rs`).
+const EMBEDDED: &[(i64, &str, &str)] = &include!(concat!(env!("OUT_DIR"), "/migrations.rs"));
 
 /// What a migration does to members that do not know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,12 +67,7 @@ impl Migrations {
     /// Those of this release.
     #[must_use]
     pub fn embedded() -> Self {
-        Self(
-            EMBEDDED
-                .iter()
-                .map(|file| SchemaMigration::new(file.version, &file.description, file.sql.as_str()))
-                .collect(),
-        )
+        Self(EMBEDDED.iter().map(|(version, name, text)| SchemaMigration::new(*version, name, text)).collect())
     }
 
     /// Those of a release that ends with `version`.
@@ -126,9 +122,8 @@ mod tests {
 
     #[test]
     fn every_migration_has_the_mark_that_its_statements_call_for() {
-        for file in EMBEDDED.iter() {
-            let version = file.version;
-            let (kind, sql) = marked(file.sql.as_str()).unwrap_or_else(|| {
+        for (version, _, text) in EMBEDDED {
+            let (kind, sql) = marked(text).unwrap_or_else(|| {
                 panic!("migration {version:04} begins with neither `-- migration: expand` nor `-- migration: contract`")
             });
             let removed = removes(sql);
