@@ -323,8 +323,7 @@ pub fn free_port() -> std::io::Result<u16> {
 pub fn claim_port(port: u16) -> bool {
     static CLAIMS: OnceLock<Option<File>> = OnceLock::new();
     let claims = CLAIMS.get_or_init(|| {
-        let path = std::env::temp_dir().join(format!("gpuaas-ports-{}", nix::unistd::geteuid()));
-        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path).ok()
+        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(claims_path()).ok()
     });
     let Some(file) = claims else { return true };
     let lock = nix::libc::flock {
@@ -335,6 +334,11 @@ pub fn claim_port(port: u16) -> bool {
         l_pid: 0,
     };
     fcntl(file, FcntlArg::F_OFD_SETLK(&lock)).is_ok()
+}
+
+/// Not in TMPDIR, which is another folder for some of the processes.
+fn claims_path() -> String {
+    format!("/tmp/gpuaas-ports-{}", nix::unistd::geteuid())
 }
 
 #[cfg(test)]
@@ -361,7 +365,7 @@ mod tests {
     #[test]
     fn port_claimed_by_one_process_is_not_given_to_another() {
         let port = free_port().unwrap();
-        let path = std::env::temp_dir().join(format!("gpuaas-ports-{}", nix::unistd::geteuid()));
+        let path = claims_path();
         // As another process opens it.
         let file = OpenOptions::new().write(true).open(path).unwrap();
         let lock = |byte: i64| nix::libc::flock {
