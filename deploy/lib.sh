@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What deploy/up, deploy/test and deploy/bench share: finding what is installed, installing what is missing, and
-# saying so. Sourced, never run. Sets `root` (the checkout) and exports GPUAAS_TOOLS_DIR.
+# saying so. Sourced, never run. Sets `root` (the checkout) and exports GPUAAS_TOOLS_DIR, and GPUAAS_CACHE_DIR (lib/cache.sh).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 tools=$root/.dev/tools
@@ -54,10 +54,13 @@ ensure_all() {
     ensure_packages
     ensure_node
     ensure_nats
+    ensure_crates
     say "rust $(cargo --version | cut -d' ' -f2) · node $(node --version) · postgres in $(find_postgres) · nats-server at $(find_nats)"
 }
 
 # The rest, by what it installs or makes.
+# shellcheck source=lib/cache.sh
+. "$root/deploy/lib/cache.sh"
 # shellcheck source=lib/install.sh
 . "$root/deploy/lib/install.sh"
 # shellcheck source=lib/toolchain.sh

@@ -7,7 +7,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::{env, fs, io};
+use std::time::Duration;
+use std::{env, fs, io, thread};
 
 const PAGE: &str = "terminal-page";
 const MANIFESTS: [&str; 2] = ["package.json", "package-lock.json"];
@@ -30,6 +31,8 @@ const INSTALLED: &str = "node_modules/.installed-lock.json";
 
 /// The versions of Node.js that build the console: 20.19 and later ones of 20, 22.12 and later (Vite's own bounds).
 const NODE_AT_LEAST: [(u32, u32); 2] = [(20, 19), (22, 12)];
+/// npm's registry may fail for a moment: the pauses between the attempts to install.
+const PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(8)];
 /// Where `deploy/lib.sh` puts a newer Node.js than the machine's, in the checkout.
 const NODE_OF_CHECKOUT: &str = ".dev/tools/node/bin";
 
@@ -174,19 +177,27 @@ impl Node {
         command
     }
 
+    /// What is in npm's cache is not downloaded. `deploy/lib.sh` has one for all checkouts (`npm_config_cache`).
     fn npm_ci(&self, folder: &Path, name: &str) -> Result<(), String> {
         let arguments =
             ["ci", "--ignore-scripts", "--omit=dev", "--prefer-offline", "--no-audit", "--no-fund", "--loglevel=error"];
-        let ran = self.npm(folder).args(arguments).output().map_err(|error| {
-            format!("npm does not start ({error}): install it beside Node.js (Debian: apt-get install npm)")
-        })?;
-        if ran.status.success() {
-            return Ok(());
+        let mut pauses = PAUSES.into_iter();
+        loop {
+            let ran = self.npm(folder).args(arguments).output().map_err(|error| {
+                format!("npm does not start ({error}): install it beside Node.js (Debian: apt-get install npm)")
+            })?;
+            if ran.status.success() {
+                return Ok(());
+            }
+            let Some(pause) = pauses.next() else {
+                return Err(format!(
+                    "npm cannot install edge/{name} in {} attempts; its registry, or a cache of it, must be there: {}",
+                    PAUSES.len() + 1,
+                    first_lines(&ran.stderr, 3)
+                ));
+            };
+            thread::sleep(pause);
         }
-        Err(format!(
-            "npm cannot install edge/{name}; its registry, or a cache of it, must be there: {}",
-            first_lines(&ran.stderr, 3)
-        ))
     }
 }
 

@@ -9,7 +9,7 @@ previous_release() { sed -n "s/^$1 = \"\(.*\)\"\$/\1/p" "$root/deploy/releases.t
 # For RUSTFLAGS: no path of this machine is in what is compiled.
 remapped_paths() {
     local commit
-    printf -- '--remap-path-prefix=%s=/gpuaas --remap-path-prefix=%s=/cargo' "$root" "${CARGO_HOME:-$HOME/.cargo}"
+    printf -- '--remap-path-prefix=%s=/gpuaas --remap-path-prefix=%s=/cargo' "$root" "${CARGO_HOME:-${HOME:-}/.cargo}"
     # Where the standard library's sources are installed, rustc names them, and otherwise the commit that they are of.
     commit=$(rustc -vV | sed -n 's/^commit-hash: //p')
     printf -- ' --remap-path-prefix=%s/lib/rustlib/src/rust=/rustc/%s' "$(rustc --print sysroot)" "$commit"
@@ -18,7 +18,7 @@ remapped_paths() {
 
 # The same for the compiler of C: the sources of the allocator and of the cryptography name their own files.
 remapped_paths_of_c() {
-    printf -- '-ffile-prefix-map=%s=/gpuaas -ffile-prefix-map=%s=/cargo' "$root" "${CARGO_HOME:-$HOME/.cargo}"
+    printf -- '-ffile-prefix-map=%s=/gpuaas -ffile-prefix-map=%s=/cargo' "$root" "${CARGO_HOME:-${HOME:-}/.cargo}"
 }
 
 # The programs of the Debian packages and of the image, which are the same ones. No path of this machine is in them, and their dependencies are
@@ -58,7 +58,7 @@ release_signing_key() {
 expect_no_paths() {
     local program folder
     for program; do
-        for folder in "$root" "${CARGO_HOME:-$HOME/.cargo}" "${RUSTUP_HOME:-$HOME/.rustup}"; do
+        for folder in "$root" "${CARGO_HOME:-${HOME:-}/.cargo}" "${RUSTUP_HOME:-${HOME:-}/.rustup}"; do
             # A folder with the name that it is mapped to is in the programs of all machines.
             case $folder in /gpuaas | /cargo | /) continue ;; esac
             ! LC_ALL=C grep -qaF -- "$folder/" "$program" ||

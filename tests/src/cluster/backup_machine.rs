@@ -78,10 +78,13 @@ impl BackupMachine {
         let work = folder.path().join("work");
         fs::create_dir(&work).unwrap();
         give(&work);
-        let own = tool("pgbackrest/pgbackrest").expect("pgBackRest is missing: `deploy/test --tools` installs it");
+        let installed =
+            tool("pgbackrest/pgbackrest").expect("pgBackRest is missing: `deploy/test --tools` installs it");
+        // Postgres' user may not enter the home folder of root, in which the tools are.
+        fs::copy(installed, folder.path().join("pgbackrest")).unwrap();
         let scripts = checkout().join("deploy/backup");
         let programs = program("psql").unwrap();
-        let path = [own.parent().unwrap(), &scripts, programs.parent().unwrap()].map(|it| it.display().to_string());
+        let path = [folder.path(), &scripts, programs.parent().unwrap()].map(|it| it.display().to_string());
         let environment = BTreeMap::from([
             ("PATH".to_owned(), format!("{}:/usr/bin:/bin", path.join(":"))),
             ("PGBACKREST_CONFIG".to_owned(), folder.path().join("pgbackrest.conf").display().to_string()),
