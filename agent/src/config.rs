@@ -422,10 +422,14 @@ const KEYS: &str = "SVC_NODE_AGENT_AUTHORIZED_KEYS";
 const SUDO_COMMANDS: &str = "SVC_NODE_AGENT_SUDO_COMMANDS";
 const SHARED: &str = "SVC_NODE_AGENT_SHARED_FOLDERS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
+const TENANT_DEVICES: &str = "SVC_NODE_AGENT_TENANT_DEVICES";
 const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 
+const MAX_TENANT_DEVICES: usize = 32;
+
 /// The variables that are no flags and not of the bundle.
-pub(crate) const OWN_VARIABLES: [&str; 8] = [STATE_DIR, UIDS, HOMES, KEYS, SUDO_COMMANDS, SHARED, DEVICES, SSH_LISTEN];
+pub(crate) const OWN_VARIABLES: [&str; 9] =
+    [STATE_DIR, UIDS, HOMES, KEYS, SUDO_COMMANDS, SHARED, DEVICES, TENANT_DEVICES, SSH_LISTEN];
 
 /// The settings of tenants' accounts from the environment; the rest is as in [`Settings::default`]. `None` if something is wrong, which
 /// is noted.
@@ -449,6 +453,7 @@ fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Set
     let homes = problems.note(folder(HOMES, defaults.homes));
     let keys = problems.note(folder(KEYS, defaults.keys));
     let devices = problems.note(folder(DEVICES, defaults.devices));
+    let tenant_devices = problems.note(tenant_devices(sources));
     Some(Settings {
         uids: uids?,
         homes: homes?,
@@ -456,6 +461,7 @@ fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Set
         sudo_commands: sudo_commands?,
         shared: shared?,
         devices: devices?,
+        tenant_devices: tenant_devices?,
         program: defaults.program,
         ssh_listen: ssh_listen?,
     })
@@ -468,6 +474,25 @@ fn sudo_commands(sources: &Sources<'_>) -> Result<Vec<SudoCommand>, AgentConfigE
         .map(str::parse)
         .collect::<Result<_, _>>()
         .map_err(|_| AgentConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })
+}
+
+/// systemd reads them in the slice of each tenant.
+fn tenant_devices(sources: &Sources<'_>) -> Result<Vec<PathBuf>, AgentConfigError> {
+    let devices = sources.get(TENANT_DEVICES).unwrap_or_default();
+    let devices = devices.split(',').map(str::trim).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let devices: Vec<PathBuf> = devices.collect();
+    let is_device = |path: &PathBuf| {
+        let is_whole = path.components().all(|part| !matches!(part, std::path::Component::ParentDir));
+        let is_word = path.to_str().is_some_and(|text| !text.contains(char::is_whitespace));
+        path.starts_with("/dev") && path.parent() != Some(Path::new("/")) && is_whole && is_word && is_plain(path)
+    };
+    if devices.len() <= MAX_TENANT_DEVICES && devices.iter().all(is_device) {
+        return Ok(devices);
+    }
+    Err(AgentConfigError::Value {
+        name: TENANT_DEVICES,
+        expected: "32 device nodes below /dev at most, by commas, as /dev/fuse,/dev/infiniband/uverbs0",
+    })
 }
 
 fn shared_folders(sources: &Sources<'_>) -> Result<Vec<PathBuf>, AgentConfigError> {
@@ -593,6 +618,8 @@ mod tests {
         assert_eq!(settings("NONE", ""), Settings::default());
         assert_eq!(settings(UIDS, "5000-5009").uids, 5000..=5009);
         assert_eq!(settings(SUDO_COMMANDS, "/bin/a, /bin/b").sudo_commands.len(), 2);
+        let further = settings(TENANT_DEVICES, "/dev/fuse, /dev/infiniband/uverbs0,").tenant_devices;
+        assert_eq!(further, ["/dev/fuse", "/dev/infiniband/uverbs0"].map(PathBuf::from));
         assert_eq!(settings(SHARED, "/scratch, /data/all").shared, ["/scratch", "/data/all"].map(PathBuf::from));
         for (name, value) in [
             (UIDS, "0-5"),
@@ -605,6 +632,10 @@ mod tests {
             (SHARED, "/"),
             (HOMES, "home"),
             (DEVICES, "../dev"),
+            (TENANT_DEVICES, "fuse"),
+            (TENANT_DEVICES, "/dev"),
+            (TENANT_DEVICES, "/dev/../etc/shadow"),
+            (TENANT_DEVICES, "/dev/x rw"),
         ] {
             assert!(
                 matches!(gather(name, value), Err(AgentConfigError::Value { name: found, .. }) if found == name),

@@ -43,6 +43,7 @@ use crate::task_journal::{Journal, JournalError};
 use crate::terminal::{Spools, TerminalSessions};
 use crate::validation::Validator;
 
+mod devices;
 mod enroll;
 mod execute;
 mod heartbeat;
@@ -391,7 +392,7 @@ impl Agent {
     async fn run_until_stopped(self: Arc<Self>) -> Result<(), Fatal> {
         self.continue_terminals();
         self.resume();
-        tokio::join!(self.poll(), self.send_heartbeats(), self.renew(), self.run_sshd());
+        tokio::join!(self.poll(), self.send_heartbeats(), self.renew(), self.reconcile_devices(), self.run_sshd());
         self.tasks.close();
         let drained = tokio::time::timeout(DRAIN_TIMEOUT, self.tasks.wait()).await;
         if drained.is_err() {

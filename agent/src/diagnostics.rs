@@ -46,6 +46,7 @@ fn of_gpus(gpus: &Gpus) -> Value {
                 };
                 let memory = match gpus.memory_use(&gpu.uuid) {
                     MemoryUse::DriverOnly => json!("free"),
+                    MemoryUse::NotReported => json!("not_reported"),
                     MemoryUse::Held { mib } => json!({ "held_mib": mib }),
                     MemoryUse::Unknown(why) => json!({ "unknown": why }),
                 };

@@ -1,5 +1,7 @@
 //! The agent's only interface to the machine.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 use wire::cleanup_proof::CleanupFinding;
 use wire::inventory::{DeviceRef, ExecutorKind};
@@ -7,6 +9,7 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
+use crate::unproved_gpus::UnprovedGpu;
 
 pub mod cleanup_checks;
 pub mod tenant_setup;
@@ -53,6 +56,13 @@ pub trait Executor: Send + Sync + 'static {
     /// # Errors
     /// `device_in_use` where a tenant has it.
     fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure>;
+
+    /// The GPUs of which it is not proved that nothing of their last tenant is left, by UUID.
+    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu>;
+
+    /// Does what the hardware did not allow when it was due: opens the devices of present tenants, and proves GPUs of which that is missing.
+    /// Called every few seconds. Returns whether the unproved GPUs have changed.
+    fn reconcile_devices(&self) -> bool;
 
     /// Whether the machine is fit for tenants.
     ///

@@ -209,11 +209,11 @@ impl GpuProbe {
         self.ask(&Request::Processes { uuid: uuid.to_owned() })
     }
 
-    /// The memory in use on a GPU, in MiB.
+    /// The memory in use on a GPU, in MiB; `None` where the GPU does not report it.
     ///
     /// # Errors
     /// [`GpuError`].
-    pub fn used_memory_mib(&self, uuid: &str) -> Result<u64, GpuError> {
+    pub fn used_memory_mib(&self, uuid: &str) -> Result<Option<u64>, GpuError> {
         self.ask(&Request::UsedMemory { uuid: uuid.to_owned() })
     }
 

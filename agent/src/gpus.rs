@@ -44,6 +44,8 @@ pub enum MemoryUse {
     DriverOnly,
     /// This much.
     Held { mib: u64 },
+    /// Its kind of GPU has no memory of its own that the driver could report.
+    NotReported,
     /// It could not be queried.
     Unknown(String),
 }
@@ -106,16 +108,12 @@ impl Gpus {
         }
     }
 
-    /// All GPUs, in order of index. A GPU that the driver reports as lost is left out.
+    /// The GPUs that the driver reports, in order of index. One that is lost or cannot be read is left out.
     ///
     /// # Errors
-    /// [`GpuError`], when the driver does not report each of the others: then a GPU that is not listed may be there.
+    /// [`GpuError`], when the driver is installed and reports nothing at all.
     pub fn list(&self) -> Result<Vec<GpuInfo>, GpuError> {
-        let survey = self.survey(false)?;
-        match survey.unreadable.first() {
-            Some(error) => Err(GpuError::Driver { message: error.clone() }),
-            None => Ok(survey.gpus.into_iter().map(|gpu| gpu.info).collect()),
-        }
+        Ok(self.survey(false)?.gpus.into_iter().map(|gpu| gpu.info).collect())
     }
 
     /// The processes that compute or draw on a device at this moment.
@@ -137,8 +135,9 @@ impl Gpus {
     pub fn memory_use(&self, uuid: &str) -> MemoryUse {
         match self {
             Self::Nvml(probe) => match probe.used_memory_mib(uuid) {
-                Ok(mib) if mib <= IDLE_MEMORY_MIB => MemoryUse::DriverOnly,
-                Ok(mib) => MemoryUse::Held { mib },
+                Ok(None) => MemoryUse::NotReported,
+                Ok(Some(mib)) if mib <= IDLE_MEMORY_MIB => MemoryUse::DriverOnly,
+                Ok(Some(mib)) => MemoryUse::Held { mib },
                 Err(error) => MemoryUse::Unknown(error.to_string()),
             },
             Self::Simulated(_) | Self::Absent { .. } => MemoryUse::DriverOnly,

@@ -19,6 +19,7 @@ use crate::gpu_probe::{GpuError, GpuSurvey};
 use crate::gpus::Gpus;
 use crate::integrity::{self, IntegrityMonitor};
 use crate::system_executor::{Settings, device_guard};
+use crate::unproved_gpus;
 
 pub mod fabric_conditions;
 pub mod finding_log;
@@ -98,16 +99,22 @@ impl HealthMonitor {
             health,
             findings: Vec::new(),
         };
-        let (gpus, machine) = (GpuMonitor::of(log.gpus()), MachineProbe::new(&config.state_dir));
+        let gpus = if log.gpus_are_of_earlier_boot() {
+            GpuMonitor::of_earlier_boot(log.gpus())
+        } else {
+            GpuMonitor::of(log.gpus())
+        };
+        let machine = MachineProbe::new(&config.state_dir);
         let guarded_root = guards_device_files(config.system.as_ref(), source).then(|| PathBuf::from("/"));
         Self { log, gpus, machine, kernel_log, integrity, guarded_root, in_flight: None, last }
     }
 
-    /// Observes the machine. Takes no longer than a moment, whatever the driver does.
-    pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock_skew: Option<i64>) -> Observation {
+    /// Observes the machine. Takes no longer than a moment, whatever the driver does. `known` are conditions that others have observed.
+    pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock_skew: Option<i64>, known: Vec<Condition>) -> Observation {
         let survey = self.survey(gpus).await;
         let now = Utc::now();
         let mut conditions = self.machine.observed(clock_skew);
+        conditions.extend(known);
         let watched = self.integrity.as_ref().map(|integrity| integrity.conditions());
         conditions.extend(watched.clone().flatten().unwrap_or_default());
         if let Some(survey) = &survey {
@@ -119,6 +126,7 @@ impl HealthMonitor {
         let is_unchecked = matches!(watched, Some(None));
         let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
             (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
+            (_, Some(_)) if finding.probe == unproved_gpus::PROBE => false,
             (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver" || is_of_fabric(finding),
             (Some(Ok(survey)), None) => is_of_fabric(finding) && survey.gpus.is_empty(),
             (Some(Err(_)), None) => is_of_fabric(finding),
@@ -162,6 +170,16 @@ impl HealthMonitor {
     fn note_survey(&mut self, survey: Result<&GpuSurvey, &GpuError>, now: DateTime<Utc>) -> Vec<Condition> {
         let presence = self.gpus.assess(survey, now);
         let mut conditions = presence.conditions;
+        if self.gpus.is_of_this_boot() {
+            self.log.note_complete_list();
+        }
+        for condition in &mut conditions {
+            // A technician looks for the slot.
+            let uuid = condition.key.gpu_uuid.as_deref();
+            if let Some(address) = uuid.and_then(|uuid| self.log.address_of(uuid)) {
+                condition.detail.push_str(&format!(", PCI address {address}"));
+            }
+        }
         self.last.gpus = presence.gpus;
         self.last.health = presence.health;
         self.last.load = Vec::new();
@@ -187,8 +205,9 @@ impl HealthMonitor {
                 self.log.note_event(&xid_key(Some(uuid.clone()), *xid), occurred);
             }
         }
-        // A GPU that was listed once in this boot is missing when it is not.
-        let known = self.log.gpus().iter().filter(|gpu| survey.gpus.iter().all(|it| it.info.uuid != gpu.uuid));
+        // A GPU that was listed once in this boot, or was in the one before and is not replaced, is missing when it is not.
+        let known = self.log.gpus().iter().filter(|gpu| self.gpus.has(&gpu.uuid));
+        let known = known.filter(|gpu| survey.gpus.iter().all(|it| it.info.uuid != gpu.uuid));
         let all: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).chain(known.cloned()).collect();
         self.log.set_gpus(&all);
     }
@@ -283,17 +302,17 @@ mod tests {
         let compared = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(Some(found.to_vec()))));
         let reported = |observed: Observation| observed.findings.into_iter().map(|it| it.code).collect::<Vec<_>>();
         let mut monitored = compared;
-        assert_eq!(reported(monitored.observe(&no_gpus(), None).await), ["altered", "sudoers"]);
+        assert_eq!(reported(monitored.observe(&no_gpus(), None, Vec::new()).await), ["altered", "sudoers"]);
         // The next agent, whose first comparison takes longer than its heartbeats.
         let mut next = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(None)));
         for _ in 0..9 {
-            assert_eq!(reported(next.observe(&no_gpus(), None).await), ["altered", "sudoers"]);
+            assert_eq!(reported(next.observe(&no_gpus(), None, Vec::new()).await), ["altered", "sudoers"]);
         }
         next.integrity = Some(IntegrityMonitor::with_conditions(Some(Vec::new())));
         for _ in 0..9 {
-            next.observe(&no_gpus(), None).await;
+            next.observe(&no_gpus(), None, Vec::new()).await;
         }
-        assert_eq!(reported(next.observe(&no_gpus(), None).await), Vec::<String>::new());
+        assert_eq!(reported(next.observe(&no_gpus(), None, Vec::new()).await), Vec::<String>::new());
     }
 
     #[tokio::test]
@@ -304,10 +323,10 @@ mod tests {
             IntegrityMonitor::with_conditions(Some(vec![found]))
         };
         let mut monitored = monitor(folder.path(), Some(occurred("first")));
-        monitored.observe(&no_gpus(), None).await;
+        monitored.observe(&no_gpus(), None, Vec::new()).await;
         let second = occurred("second");
         monitored.integrity = Some(Arc::clone(&second));
-        monitored.observe(&no_gpus(), None).await;
+        monitored.observe(&no_gpus(), None, Vec::new()).await;
         let accepted = |boot_id: Uuid, count: u64| AcceptedFinding {
             probe: "privilege".into(),
             code: "setuid".into(),

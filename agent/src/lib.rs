@@ -34,6 +34,7 @@ pub mod task_journal;
 pub mod task_plan;
 pub mod telemetry_edge;
 pub mod terminal;
+pub mod unproved_gpus;
 pub mod validation;
 
 /// An error and its causes on one line, for a log field.

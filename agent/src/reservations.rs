@@ -21,6 +21,7 @@ use wire::task::{Provision, Release};
 use crate::atomic_file::{self, FileError};
 use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
+use crate::unproved_gpus::UnprovedGpus;
 
 /// The name of an allocation's record in its folder.
 pub const RECORD: &str = "allocation.json";
@@ -41,6 +42,7 @@ pub struct Reservations {
     held: Mutex<BTreeMap<Uuid, Reservation>>,
     /// GPUs that no allocation can get at this moment, and how many tasks withhold each. Locked after `held`.
     withheld: Mutex<BTreeMap<String, usize>>,
+    unproved: UnprovedGpus,
 }
 
 /// A GPU that no allocation gets while this lives.
@@ -69,7 +71,7 @@ impl Reservations {
         let folder = state_dir.join("allocations");
         atomic_file::private_folder(&folder)?;
         let held = Mutex::new(read(&folder)?);
-        Ok(Self { folder, held, withheld: Mutex::default() })
+        Ok(Self { folder, held, withheld: Mutex::default(), unproved: UnprovedGpus::open(state_dir)? })
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Uuid, Reservation>> {
@@ -117,16 +119,26 @@ impl Reservations {
     /// Stores that the allocation holds its devices, unless another one holds any of them.
     ///
     /// # Errors
-    /// `device_unknown`, `device_in_use`, `allocation_differs`; `node_storage` if it cannot be written.
+    /// `device_unknown`, `gpu_driver`, `device_in_use`, `allocation_differs`; `node_storage` if it cannot be written.
     pub fn reserve(&self, task: &Provision, gpus: &Gpus) -> Result<(), TaskFailure> {
-        let known = gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
-        if let Some(device) = task.devices.iter().find(|device| !known.iter().any(|gpu| gpu.uuid == device.uuid)) {
-            return Err(TaskFailure::new("device_unknown", format!("this node has no GPU {}", device.uuid)));
+        let survey = gpus.survey(false).map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
+        let is_listed = |device: &&DeviceRef| survey.gpus.iter().any(|gpu| gpu.info.uuid == device.uuid);
+        if let Some(device) = task.devices.iter().find(|device| !is_listed(device)) {
+            let uuid = &device.uuid;
+            // The other GPUs of the machine are none of this allocation's concern.
+            return Err(match survey.unreadable.first() {
+                Some(error) => TaskFailure::new("gpu_driver", format!("GPU {uuid} cannot be read ({error})")),
+                None => TaskFailure::new("device_unknown", format!("this node has no GPU {uuid}")),
+            });
         }
         let mut held = self.lock();
         for device in &task.devices {
             if let Some(holder) = holder_of(&held, device, task.allocation_id) {
                 let message = format!("GPU {} is held by allocation {holder}", device.uuid);
+                return Err(TaskFailure::new("device_in_use", message));
+            }
+            if self.unproved.contains(&device.uuid) && !held.contains_key(&task.allocation_id) {
+                let message = format!("it is not proved that GPU {} is free of its last tenant", device.uuid);
                 return Err(TaskFailure::new("device_in_use", message));
             }
             if self.withheld().contains_key(&device.uuid) {
@@ -177,15 +189,22 @@ impl Reservations {
         Ok(WithheldGpu { withheld: &self.withheld, uuid: uuid.to_owned() })
     }
 
+    /// The GPUs of which it is not proved that nothing of their last tenant is left.
+    #[must_use]
+    pub const fn unproved(&self) -> &UnprovedGpus {
+        &self.unproved
+    }
+
     fn withheld(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
         self.withheld.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Frees the devices, which requires a node without leftovers of the tenant.
+    /// Frees the devices, which requires a machine without leftovers of the tenant. A GPU that the findings do not prove gets no other one.
     ///
     /// # Errors
     /// `node_storage` if the allocation's folder cannot be removed.
-    pub fn free(&self, allocation_id: Uuid) -> Result<(), TaskFailure> {
+    pub fn free(&self, allocation_id: Uuid, findings: &[CleanupFinding]) -> Result<(), TaskFailure> {
+        self.unproved.note(allocation_id, findings)?;
         let folder = self.folder_of(allocation_id);
         let mut held = self.lock();
         match fs::remove_dir_all(&folder) {

@@ -10,13 +10,14 @@
 //!                       /home/ /tmp/
 //! ```
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::json;
-use wire::cleanup_proof::{CleanupCheck, FindingOutcome};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
@@ -25,6 +26,7 @@ use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup
 use crate::gpus::Gpus;
 use crate::reservations::{RECORD, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
+use crate::unproved_gpus::{self, UnprovedGpu};
 
 pub mod folder_cleanup;
 pub mod processes;
@@ -125,9 +127,9 @@ impl Executor for Sandbox {
             cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &folder.join("authorized_keys")),
         ];
         findings.extend(leftovers.check_removed());
-        findings.push(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
-        if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
-            self.reservations.free(task.allocation_id)?;
+        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
+        if findings.iter().all(CleanupFinding::is_no_leftover) {
+            self.reservations.free(task.allocation_id, &findings)?;
         }
         findings.push(self.reservations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(ended.seen.len()))]), findings })
@@ -155,6 +157,14 @@ impl Executor for Sandbox {
 
     fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
         self.reservations.withhold(uuid)
+    }
+
+    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu> {
+        self.reservations.unproved().all()
+    }
+
+    fn reconcile_devices(&self) -> bool {
+        unproved_gpus::prove(self.reservations.unproved(), &self.gpus)
     }
 
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {

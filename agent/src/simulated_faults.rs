@@ -1,5 +1,6 @@
 //! Faults and delays of simulated hardware. Only a node with simulated GPUs can have them, so that no real node can be made to fail.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use wire::inventory::ExecutorKind;
@@ -9,6 +10,7 @@ use wire::{OLDEST_PROTOCOL, PROTOCOL};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
+use crate::unproved_gpus::UnprovedGpu;
 
 /// What fails on simulated hardware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -87,6 +89,14 @@ impl<E: Executor> Executor for SimulatedExecutor<E> {
 
     fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
         self.inner.withhold_gpu(uuid)
+    }
+
+    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu> {
+        self.inner.unproved_gpus()
+    }
+
+    fn reconcile_devices(&self) -> bool {
+        self.inner.reconcile_devices()
     }
 
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {

@@ -11,6 +11,7 @@
 //!
 //! Devices are isolated by the owners of their nodes ([`device_guard`]). Any leftover that a release finds keeps the devices reserved.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::net::SocketAddr;
@@ -18,21 +19,22 @@ use std::ops::RangeInclusive;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::json;
 use tracing::warn;
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
-use wire::inventory::ExecutorKind;
+use wire::inventory::{DeviceRef, ExecutorKind};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::atomic_file::{self, FileError};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
-use crate::reservations::{Reservations, WithheldGpu};
+use crate::reservations::{Reservation, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
+use crate::unproved_gpus::{self, UnprovedGpu};
 
 pub mod account_cleanup;
 pub mod account_records;
@@ -57,6 +59,8 @@ use sudoers::SudoCommand;
 const SKELETON: &str = "/etc/skel";
 /// How often one release removes what is left.
 const REMOVAL_PASSES: usize = 3;
+/// How often the driver is asked again for what it did not answer.
+const DRIVER_RETRY: Duration = Duration::from_secs(10);
 /// How long a reboot may take to begin.
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -73,6 +77,8 @@ pub struct Settings {
     pub shared: Vec<PathBuf>,
     /// The folder of the GPUs' device nodes.
     pub devices: PathBuf,
+    /// Device nodes beside those of GPUs that every tenant may open.
+    pub tenant_devices: Vec<PathBuf>,
     /// The agent's own program, which is run as a tenant to revoke what only the tenant can revoke.
     pub program: PathBuf,
     /// The address of the agent's own sshd; `None`: the machine's own sshd admits tenants.
@@ -88,6 +94,7 @@ impl Default for Settings {
             sudo_commands: Vec::new(),
             shared: Vec::new(),
             devices: PathBuf::from("/dev"),
+            tenant_devices: Vec::new(),
             program: PathBuf::from("/proc/self/exe"),
             ssh_listen: None,
         }
@@ -103,6 +110,17 @@ pub struct System {
     guard: DeviceGuard,
     private: PrivateTmp,
     queues: PathBuf,
+    reconciled: Mutex<Reconciled>,
+    /// The allocations whose devices are closed for good. Held while a device of a present tenant is opened, and never over a question to
+    /// the driver.
+    closed: Mutex<BTreeSet<Uuid>>,
+}
+
+/// What the last look at the devices has seen.
+#[derive(Default)]
+struct Reconciled {
+    nodes_changed_at: Vec<Option<SystemTime>>,
+    driver_asked_at: Option<Instant>,
 }
 
 /// Why the executor cannot run on the machine.
@@ -121,12 +139,11 @@ pub enum SystemOpenError {
     Store(#[from] FileError),
     #[error("the tenants' own folders cannot be made")]
     Private(#[source] TaskFailure),
-    #[error("the devices cannot be guarded")]
-    Guard(#[source] TaskFailure),
 }
 
 impl System {
-    /// Loads the tenants that an earlier agent left, and closes every device that none of them holds.
+    /// Loads the tenants that an earlier agent left, and closes every device that none of them holds. Neither needs the driver: an agent
+    /// starts whatever its GPUs do.
     ///
     /// # Errors
     /// [`SystemOpenError`].
@@ -148,12 +165,16 @@ impl System {
             fs::set_permissions(&settings.keys, fs::Permissions::from_mode(0o755))
         };
         make_keys().map_err(FileError::at("create", &settings.keys))?;
-        let guard = DeviceGuard::of_this_machine(settings.devices.clone());
+        let guard = DeviceGuard::of_this_machine(settings.devices.clone(), settings.tenant_devices.clone());
         let queues = state_dir.join("mqueue");
-        let system = Self { settings, gpus, reservations, accounts, guard, private, queues };
+        let (reconciled, closed) = (Mutex::default(), Mutex::default());
+        let system = Self { settings, gpus, reservations, accounts, guard, private, queues, reconciled, closed };
         system.restore_private_tmp().map_err(SystemOpenError::Private)?;
-        system.close_free_devices().map_err(SystemOpenError::Guard)?;
-        system.open_held_devices().map_err(SystemOpenError::Guard)?;
+        let tenants = system.present_tenants().into_iter().map(|(_, account)| account.uid).collect();
+        if let Err(failure) = system.guard.close_all_but(&tenants) {
+            warn!(error_code = failure.code, error = failure.message, "a device stays open that no tenant holds");
+        }
+        system.open_held_devices();
         system.renew_sudo_rules();
         Ok(system)
     }
@@ -205,29 +226,54 @@ impl System {
         Ok(path)
     }
 
-    /// Device nodes and slices belong to the kernel and systemd: a reboot resets them.
-    fn open_held_devices(&self) -> Result<(), TaskFailure> {
-        for reservation in self.reservations.all() {
-            // An allocation whose account was being made, or is being cleaned up, gets its devices when its task is sent again.
-            match self.accounts.of(reservation.allocation_id).filter(TenantAccount::is_there) {
-                Some(account) => self.guard.open(&self.gpus, &reservation.devices, &account)?,
-                None => self.guard.close(&self.gpus, &reservation.devices)?,
+    /// The tenants whose accounts are there. An allocation whose account was being made, or is being cleaned up, gets its devices when its
+    /// task is sent again.
+    fn present_tenants(&self) -> Vec<(Reservation, TenantAccount)> {
+        let account = |held: Reservation| {
+            let account = self.accounts.of(held.allocation_id).filter(TenantAccount::is_there)?;
+            Some((held, account))
+        };
+        self.reservations.all().into_iter().filter_map(account).collect()
+    }
+
+    /// Opens the devices of tenants that are not open: device nodes and slices belong to the kernel and systemd, and a reboot resets them.
+    /// A tenant whose GPU the driver does not report waits for it, and no other waits with it.
+    fn open_held_devices(&self) {
+        for (held, account) in self.present_tenants() {
+            let opened = if self.guard.opened(&account) == held.devices.len() {
+                self.guard.renew_slice(&account)
+            } else {
+                self.open_each(&held, &account)
+            };
+            if let Err(failure) = opened {
+                let (error_code, allocation_id) = (failure.code, held.allocation_id);
+                warn!(error_code, error = failure.message, %allocation_id, "a device of a tenant is not open; trying again");
             }
         }
-        Ok(())
+    }
+
+    fn close_devices(&self, allocation_id: Uuid, account: &TenantAccount) -> Result<(), TaskFailure> {
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        closed.insert(allocation_id);
+        self.guard.close(account)
+    }
+
+    /// Opens those devices that the driver reports. Returns the first failure.
+    fn open_each(&self, held: &Reservation, account: &TenantAccount) -> Result<(), TaskFailure> {
+        let open = |device: &DeviceRef| {
+            let Some(node) = self.guard.node(&self.gpus, device)? else { return Ok(()) };
+            let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+            if closed.contains(&held.allocation_id) { Ok(()) } else { self.guard.open_node(&node, account) }
+        };
+        let opened = held.devices.iter().map(open).fold(Ok(()), Result::and);
+        self.guard.renew_slice(account)?;
+        opened
     }
 
     /// Folders in memory are gone after a reboot.
     fn restore_private_tmp(&self) -> Result<(), TaskFailure> {
         let accounts = self.reservations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
         accounts.filter(TenantAccount::is_there).try_for_each(|account| self.private.make(&account))
-    }
-
-    fn close_free_devices(&self) -> Result<(), TaskFailure> {
-        let held = self.reservations.all();
-        let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
-        let free = gpus.iter().filter(|gpu| !held.iter().any(|one| one.devices.iter().any(|it| it.uuid == gpu.uuid)));
-        self.guard.close(&self.gpus, &free.map(wire::inventory::DeviceRef::from).collect::<Vec<_>>())
     }
 
     fn home_of(&self, user_name: &str) -> PathBuf {
@@ -243,10 +289,13 @@ impl System {
         let (homes, shared) = (&self.settings.homes, &self.settings.shared);
         let leftovers =
             TenantLeftovers { account, home: &home, homes, shared, private: &self.private, queues: &self.queues };
-        // First no new login, no sudo and no device; then processes are ended; then files are removed.
+        // First no new login, no sudo and no device; then processes are ended; then files are removed. None of it waits for the driver.
         let _ = atomic_file::remove(&keys);
         sudoers::forbid(&account.name);
-        self.guard.close(&self.gpus, &task.devices)?;
+        if let Err(failure) = self.close_devices(task.allocation_id, account) {
+            // It is open to a uid that no process has from here on, and that no other tenant gets.
+            warn!(error_code = failure.code, error = failure.message, "a device of an ended tenant keeps its owner");
+        }
         let mut ended = processes::end_all(account);
         leftovers.remove();
         self.accounts.remove(account);
@@ -259,7 +308,7 @@ impl System {
         // From here on everything is checked, independently of the removal's results.
         let mut findings = self.check_all_removed(task, account, &leftovers);
         for _ in 1..REMOVAL_PASSES {
-            if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
+            if findings.iter().all(CleanupFinding::is_no_leftover) {
                 break;
             }
             // A neighbour may have moved a file out of the removal's way.
@@ -267,8 +316,8 @@ impl System {
             leftovers.remove();
             findings = self.check_all_removed(task, account, &leftovers);
         }
-        if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
-            self.reservations.free(task.allocation_id)?;
+        if findings.iter().all(CleanupFinding::is_no_leftover) {
+            self.reservations.free(task.allocation_id, &findings)?;
             self.accounts.forget(task.allocation_id)?;
         }
         findings.push(self.reservations.check_removed(task.allocation_id));
@@ -291,8 +340,8 @@ impl System {
         ]);
         findings.extend(leftovers.check_removed());
         findings.push(keyrings::check_removed(account));
-        findings.push(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
-        findings.push(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
+        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
+        findings.extend(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
         findings
     }
 }
@@ -322,6 +371,7 @@ impl Executor for System {
             ("home", json!(home)),
             ("authorized_keys_path", json!(keys)),
             ("devices", uuids(&task.devices)),
+            ("further_devices", json!(self.settings.tenant_devices)),
             ("isolation", json!(self.guard.name())),
             ("sudo", json!(may_sudo)),
         ]))
@@ -368,6 +418,27 @@ impl Executor for System {
         self.reservations.withhold(uuid)
     }
 
+    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu> {
+        self.reservations.unproved().all()
+    }
+
+    fn reconcile_devices(&self) -> bool {
+        let mut reconciled = self.reconciled.lock().unwrap_or_else(PoisonError::into_inner);
+        let changed_at = self.guard.changed_at();
+        let is_due = reconciled.driver_asked_at.is_none_or(|asked_at| asked_at.elapsed() >= DRIVER_RETRY);
+        if changed_at == reconciled.nodes_changed_at && !is_due {
+            return false;
+        }
+        // A node that appears while the others are looked at is looked at the next time.
+        reconciled.nodes_changed_at = changed_at;
+        self.open_held_devices();
+        if !is_due {
+            return false;
+        }
+        reconciled.driver_asked_at = Some(Instant::now());
+        unproved_gpus::prove(self.reservations.unproved(), &self.gpus)
+    }
+
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {
         self.guard.check(&self.gpus)?;
         self.reservations.check_writable()?;
@@ -407,7 +478,6 @@ impl Executor for System {
 impl System {
     /// No account was ever given to the allocation, or its clean-up is complete: there is a name, but no uid to search for.
     fn release_nothing(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure> {
-        self.guard.close(&self.gpus, &task.devices)?;
         self.gpus.wait_until_freed(task.devices.iter().map(|device| device.uuid.as_str()));
         let gone = |what| CleanupFinding {
             what,
@@ -419,11 +489,11 @@ impl System {
         findings.extend([
             sudoers::check_removed(&task.user_name),
             cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &self.keys_of(&task.user_name)),
-            cleanup_checks::check_device_processes(&self.gpus, &task.devices),
-            cleanup_checks::check_device_memory(&self.gpus, &task.devices),
         ]);
-        if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
-            self.reservations.free(task.allocation_id)?;
+        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
+        findings.extend(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
+        if findings.iter().all(CleanupFinding::is_no_leftover) {
+            self.reservations.free(task.allocation_id, &findings)?;
         }
         findings.push(self.reservations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(0))]), findings })

@@ -69,8 +69,8 @@ fn context_of_a_program_is_memory_in_use_and_what_the_driver_reserves_is_not() {
     for mib in [526, 1010] {
         bench.change(|gpu| gpu.used_mib = mib);
         assert_eq!(bench.gpus.memory_use(bench.uuid()), MemoryUse::Held { mib });
-        let finding = cleanup_checks::check_device_memory(&bench.gpus, &[bench.device()]);
-        assert_eq!(finding.outcome, FindingOutcome::Present, "{finding:?}");
+        let findings = cleanup_checks::check_device_memory(&bench.gpus, &[bench.device()]);
+        assert_eq!(findings[0].outcome, FindingOutcome::Present, "{findings:?}");
     }
 }
 
@@ -83,8 +83,8 @@ fn programs_that_compute_or_draw_are_in_the_way_and_a_gpu_that_cannot_draw_is_no
     // A program may do both.
     bench.change(|gpu| gpu.computing = vec![7, 41]);
     assert_eq!(bench.gpus.device_use(bench.uuid()), DeviceUse::BusyWith(vec![7, 41]));
-    let finding = cleanup_checks::check_device_processes(&bench.gpus, &[bench.device()]);
-    assert_eq!(finding.outcome, FindingOutcome::Present, "{finding:?}");
+    let findings = cleanup_checks::check_device_processes(&bench.gpus, &[bench.device()]);
+    assert_eq!(findings[0].outcome, FindingOutcome::Present, "{findings:?}");
     bench.change(|gpu| (gpu.computing, gpu.drawing) = (Vec::new(), None));
     assert_eq!(bench.gpus.device_use(bench.uuid()), DeviceUse::Idle);
 }

@@ -290,7 +290,8 @@ impl World {
         } else {
             TaskOutcome::Failed { code: "rolled_back".into(), message: "m".into() }
         };
-        let report = node::Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None };
+        let report =
+            node::Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None, unproved: None };
         self.tell_node(id, &Principal::Node(id), report);
     }
 

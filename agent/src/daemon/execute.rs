@@ -186,6 +186,10 @@ impl Agent {
         if let (Task::Release(_), None, Some(integrity)) = (&payload.task, &result.error, &self.integrity) {
             integrity.renew();
         }
+        if matches!(payload.task, Task::Release(_)) {
+            // Which of its GPUs are not proved is in the next heartbeat.
+            self.heartbeat_now.notify_one();
+        }
         let duration_ms = (result.finished_at - result.started_at).num_milliseconds();
         match &result.error {
             None => info!(status = "succeeded", duration_ms, "task finished"),

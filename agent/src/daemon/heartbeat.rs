@@ -15,6 +15,7 @@ use super::{Agent, BACKOFF_BASE, enroll, locked, read_inventory};
 use crate::full_jitter::Backoff;
 use crate::health::HealthMonitor;
 use crate::inventory::LoadMeter;
+use crate::unproved_gpus;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A larger clock skew makes tasks expire too early or too late.
@@ -89,7 +90,8 @@ impl Agent {
         monitor: &mut HealthMonitor,
         clock_skew: Option<i64>,
     ) -> Heartbeat {
-        let observed = monitor.observe(&self.gpus, clock_skew).await;
+        let unproved = unproved_gpus::conditions(&self.executor.unproved_gpus());
+        let observed = monitor.observe(&self.gpus, clock_skew, unproved).await;
         let (source, executor) = (self.gpus.source(), self.executor.kind());
         Heartbeat {
             boot_id: self.boot_id,

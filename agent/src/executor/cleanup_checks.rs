@@ -8,9 +8,9 @@ use wire::inventory::DeviceRef;
 
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
 
-/// Whether any process still computes on the devices.
+/// Whether any process still computes on the devices: a finding for each.
 #[must_use]
-pub fn check_device_processes(gpus: &Gpus, devices: &[DeviceRef]) -> CleanupFinding {
+pub fn check_device_processes(gpus: &Gpus, devices: &[DeviceRef]) -> Vec<CleanupFinding> {
     check_removed(gpus, devices, CleanupCheck::GpuProcesses, |uuid| match gpus.device_use(uuid) {
         DeviceUse::Idle => (FindingOutcome::Gone, None),
         DeviceUse::BusyWith(pids) => (FindingOutcome::Present, Some(format!("{uuid} is used by processes {pids:?}"))),
@@ -18,36 +18,41 @@ pub fn check_device_processes(gpus: &Gpus, devices: &[DeviceRef]) -> CleanupFind
     })
 }
 
-/// Whether the devices' memory is still in use.
+/// Whether the devices' memory is still in use: a finding for each.
 #[must_use]
-pub fn check_device_memory(gpus: &Gpus, devices: &[DeviceRef]) -> CleanupFinding {
+pub fn check_device_memory(gpus: &Gpus, devices: &[DeviceRef]) -> Vec<CleanupFinding> {
     check_removed(gpus, devices, CleanupCheck::GpuMemory, |uuid| match gpus.memory_use(uuid) {
         MemoryUse::DriverOnly => (FindingOutcome::Gone, None),
+        MemoryUse::NotReported => (
+            FindingOutcome::Gone,
+            Some(format!("{uuid} does not report its memory; no process is left that could hold any")),
+        ),
         MemoryUse::Held { mib } => (FindingOutcome::Present, Some(format!("{uuid} holds {mib} MiB"))),
         MemoryUse::Unknown(why) => (FindingOutcome::Unknown, Some(format!("{uuid}: {why}"))),
     })
 }
 
-/// The worst outcome over the devices.
 fn check_removed(
     gpus: &Gpus,
     devices: &[DeviceRef],
     what: CleanupCheck,
     at: impl Fn(&str) -> (FindingOutcome, Option<String>),
-) -> CleanupFinding {
-    let looked_for = devices.iter().map(|device| device.uuid.as_str()).collect::<Vec<_>>().join(" ");
-    let (outcomes, details): (Vec<_>, Vec<_>) = devices.iter().map(|device| at(&device.uuid)).unzip();
-    let outcome = [FindingOutcome::Present, FindingOutcome::Unknown].into_iter().find(|worse| outcomes.contains(worse));
-    let mut details: Vec<String> = details.into_iter().flatten().collect();
-    if details.is_empty() {
-        match gpus {
-            Gpus::Simulated(_) => details.push("simulated devices run no processes".to_owned()),
-            Gpus::Absent { .. } => details.push("the node has no GPU driver".to_owned()),
-            Gpus::Nvml(_) => {}
-        }
+) -> Vec<CleanupFinding> {
+    let simulated = match gpus {
+        Gpus::Simulated(_) => Some("simulated devices run no processes"),
+        Gpus::Absent { .. } => Some("the node has no GPU driver"),
+        Gpus::Nvml(_) => None,
+    };
+    let finding = |looked_for: &str, (outcome, detail): (FindingOutcome, Option<String>)| CleanupFinding {
+        what,
+        looked_for: looked_for.to_owned(),
+        outcome,
+        detail: detail.or_else(|| simulated.map(str::to_owned)),
+    };
+    if devices.is_empty() {
+        return vec![finding("", (FindingOutcome::Gone, Some("the allocation has no device".to_owned())))];
     }
-    let detail = (!details.is_empty()).then(|| details.join("; "));
-    CleanupFinding { what, looked_for, outcome: outcome.unwrap_or(FindingOutcome::Gone), detail }
+    devices.iter().map(|device| finding(&device.uuid, at(&device.uuid))).collect()
 }
 
 /// The finding of a check: nothing, these paths, or that the check failed.

@@ -111,8 +111,8 @@ impl Session<'_> {
                 write_answer(&device(uuid).and_then(|device| processes(&device)).map_err(GpuError::from))
             }
             Request::UsedMemory { uuid } => {
-                let memory = device(uuid).and_then(|device| device.memory_info());
-                write_answer(&memory.map(|memory| memory.used / MIB).map_err(GpuError::from))
+                let memory = device(uuid).and_then(|device| supported(device.memory_info()));
+                write_answer(&memory.map(|memory| memory.map(|memory| memory.used / MIB)).map_err(GpuError::from))
             }
             Request::Minor { uuid } => {
                 write_answer(&device(uuid).and_then(|device| device.minor_number()).map_err(GpuError::from))
@@ -227,13 +227,18 @@ fn condition(device: &Device<'_>) -> GpuCondition {
     }
 }
 
+/// What this kind of GPU does not have is no error.
+fn supported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match answer {
+        Err(NvmlError::NotSupported) => Ok(None),
+        answer => answer.map(Some),
+    }
+}
+
 /// The processes with the GPU open for computing or drawing: the library lists each kind apart, and one process may be of both.
 fn processes(device: &Device<'_>) -> Result<BTreeSet<u32>, NvmlError> {
-    let computing = device.running_compute_processes()?;
-    let drawing = match device.running_graphics_processes() {
-        Err(NvmlError::NotSupported) => Vec::new(),
-        listed => listed?,
-    };
+    let computing = supported(device.running_compute_processes())?.unwrap_or_default();
+    let drawing = supported(device.running_graphics_processes())?.unwrap_or_default();
     Ok(computing.iter().chain(&drawing).map(|process| process.pid).collect())
 }
 

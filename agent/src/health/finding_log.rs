@@ -81,8 +81,9 @@ pub struct FindingLog {
 struct State {
     boot_id: Uuid,
     kernel_log_position: Option<u64>,
-    /// The GPUs that were listed in this boot.
+    /// The GPUs that were listed in this boot. Until its first complete list, those of the boot before.
     gpus: Vec<GpuInfo>,
+    gpus_are_of_earlier_boot: bool,
     /// The GPU at each PCI address.
     addresses: BTreeMap<String, String>,
     /// NVLinks of each GPU that were active in this boot.
@@ -133,7 +134,8 @@ impl State {
 
 impl FindingLog {
     /// The findings of this boot that an earlier process has stored. Those of another boot, or of a file that is not understood, are over,
-    /// but for those of an altered machine: a boot takes back nothing of what was altered, and it takes a while to look.
+    /// but for those of an altered machine: a boot takes back nothing of what was altered, and it takes a while to look. The GPUs stay known: one that
+    /// does not come back with the boot is missing.
     #[must_use]
     pub fn open(state_dir: &Path, boot_id: Uuid) -> Self {
         let path = state_dir.join(FILE);
@@ -142,7 +144,14 @@ impl FindingLog {
         let state = if stored.boot_id == boot_id {
             stored.clone()
         } else {
-            State { boot_id, findings: stored.altered_machine().cloned().collect(), ..State::default() }
+            State {
+                boot_id,
+                findings: stored.altered_machine().cloned().collect(),
+                gpus: stored.gpus.clone(),
+                gpus_are_of_earlier_boot: true,
+                addresses: stored.addresses.clone(),
+                ..State::default()
+            }
         };
         Self { path, state, stored, is_failing: false }
     }
@@ -157,10 +166,20 @@ impl FindingLog {
         self.state.kernel_log_position = position;
     }
 
-    /// The GPUs that were listed in this boot.
+    /// The GPUs that were listed in this boot. Until its first complete list, those of the boot before.
     #[must_use]
     pub fn gpus(&self) -> &[GpuInfo] {
         &self.state.gpus
+    }
+
+    #[must_use]
+    pub const fn gpus_are_of_earlier_boot(&self) -> bool {
+        self.state.gpus_are_of_earlier_boot
+    }
+
+    /// The GPUs are those of this boot from here on.
+    pub const fn note_complete_list(&mut self) {
+        self.state.gpus_are_of_earlier_boot = false;
     }
 
     pub fn set_gpus(&mut self, gpus: &[GpuInfo]) {
@@ -173,6 +192,12 @@ impl FindingLog {
     #[must_use]
     pub fn gpu_at(&self, pci_address: &str) -> Option<&str> {
         self.state.addresses.get(pci_address).map(String::as_str)
+    }
+
+    /// The PCI address that the GPU had when it was listed last.
+    #[must_use]
+    pub fn address_of(&self, uuid: &str) -> Option<&str> {
+        self.state.addresses.iter().find(|(_, of)| *of == uuid).map(|(address, _)| address.as_str())
     }
 
     pub fn set_address(&mut self, pci_address: &str, uuid: &str) {

@@ -16,8 +16,9 @@ const UNREADABLE_SURVEYS: u32 = 3;
 /// The presence of the GPUs, from survey to survey.
 #[derive(Debug)]
 pub struct GpuMonitor {
-    /// The GPUs that were listed first in this boot.
+    /// The GPUs that were listed first in this boot. Until then those of the boot before.
     had: Vec<GpuInfo>,
+    had_is_of_earlier_boot: bool,
     /// The list that was read last.
     last: Vec<GpuInfo>,
     missing_since: BTreeMap<String, DateTime<Utc>>,
@@ -45,7 +46,31 @@ impl GpuMonitor {
     /// Monitors the GPUs that the node had before in this boot.
     #[must_use]
     pub fn of(had: &[GpuInfo]) -> Self {
-        Self { had: had.to_vec(), last: had.to_vec(), missing_since: BTreeMap::new(), unreadable: None }
+        Self {
+            had: had.to_vec(),
+            had_is_of_earlier_boot: false,
+            last: had.to_vec(),
+            missing_since: BTreeMap::new(),
+            unreadable: None,
+        }
+    }
+
+    /// Monitors the GPUs that the node had in the boot before. Where as many are listed now, those that are absent were replaced.
+    #[must_use]
+    pub fn of_earlier_boot(had: &[GpuInfo]) -> Self {
+        Self { had_is_of_earlier_boot: true, ..Self::of(had) }
+    }
+
+    /// Whether the GPU is listed, or missing.
+    #[must_use]
+    pub fn has(&self, uuid: &str) -> bool {
+        self.had.iter().chain(&self.last).any(|gpu| gpu.uuid == uuid)
+    }
+
+    /// Whether the driver has listed all GPUs in this boot.
+    #[must_use]
+    pub const fn is_of_this_boot(&self) -> bool {
+        !self.had_is_of_earlier_boot
     }
 
     /// The presence of the GPUs by a survey. GPUs that could not be read are as they were read last.
@@ -59,9 +84,11 @@ impl GpuMonitor {
         };
         let Some(why) = why else {
             self.unreadable = None;
-            if self.had.is_empty() {
+            let were_replaced = self.had_is_of_earlier_boot && listed.len() >= self.had.len();
+            if self.had.is_empty() || were_replaced {
                 self.had.clone_from(&listed);
             }
+            self.had_is_of_earlier_boot = false;
             self.last.clone_from(&listed);
             let health = missing(&self.had, &listed, &mut self.missing_since, now);
             let lost = survey.map_or(0, |survey| survey.lost);
@@ -195,6 +222,23 @@ mod tests {
         assert_eq!((alert.target.as_str(), alert.since), ("GPU-1", start));
         assert_eq!(codes(&monitor.assess(Ok(&survey(&had)), start)), Vec::<String>::new());
         assert!(monitor.missing_since.is_empty());
+    }
+
+    #[test]
+    fn gpu_that_does_not_come_back_with_a_boot_is_missing_and_a_replaced_one_is_not() {
+        let had = [gpu(0), gpu(1)];
+        let mut monitor = GpuMonitor::of_earlier_boot(&had);
+        let partial = GpuSurvey { unreadable: vec!["GPU 1: an unknown error".into()], ..survey(&had[..1]) };
+        let found = monitor.assess(Ok(&partial), Utc::now());
+        assert_eq!((found.gpus.len(), monitor.is_of_this_boot()), (2, false), "one of them cannot be read yet");
+        let found = monitor.assess(Ok(&survey(&had[..1])), Utc::now());
+        assert_eq!((codes(&found), monitor.is_of_this_boot()), (vec!["gpu/missing GPU-1".to_owned()], true));
+
+        let mut monitor = GpuMonitor::of_earlier_boot(&had);
+        let replaced = [gpu(0), gpu(7)];
+        assert_eq!(codes(&monitor.assess(Ok(&survey(&replaced)), Utc::now())), Vec::<String>::new());
+        assert!(monitor.has("GPU-7") && !monitor.has("GPU-1"));
+        assert_eq!(codes(&monitor.assess(Ok(&survey(&replaced[..1])), Utc::now())), ["gpu/missing GPU-7"]);
     }
 
     #[test]

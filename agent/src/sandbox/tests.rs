@@ -7,7 +7,7 @@ use chrono::Utc;
 use tempfile::TempDir;
 use uuid::Uuid;
 use wire::bundle::Variables;
-use wire::cleanup_proof::{CleanupFinding, CleanupReport};
+use wire::cleanup_proof::{CleanupReport, FindingOutcome};
 use wire::inventory::DeviceRef;
 
 use super::*;

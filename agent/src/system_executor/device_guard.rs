@@ -2,14 +2,18 @@
 //!
 //! The kernel enforces who opens a device node: the node of a free device is root's alone, the node of a held one belongs to its tenant's
 //! group. With systemd, the tenant's slice allows those devices and no other, so that a node whose mode was changed by another program
-//! opens nothing either. NVIDIA's libraries must be configured to leave the nodes' owners alone (`NVreg_ModifyDeviceFiles=0`); otherwise
+//! opens nothing either. The shared nodes (`nvidia-uvm` and the like) are made when the first program needs them, which may be after its
+//! tenant was set up: the slice follows ([`DeviceGuard::renew_slice`]). Devices are closed without a question to the driver: the owner of a
+//! node says who could open it, whatever became of its GPU. NVIDIA's libraries must be configured to leave the nodes' owners alone (`NVreg_ModifyDeviceFiles=0`); otherwise
 //! they would undo the guard, so such a node is not fit for tenants.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, chown};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::SystemTime;
 
 use wire::inventory::DeviceRef;
 
@@ -31,6 +35,9 @@ const SHOWN_VALUE: usize = 16;
 
 /// The device nodes that every GPU program opens beside its GPU.
 const SHARED: [&str; 4] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"];
+/// The one of them that no CUDA program starts without, and the driver's tool that makes it.
+const UNIFIED_MEMORY: &str = "nvidia-uvm";
+const NODE_MAKER: [&str; 4] = ["nvidia-modprobe", "-u", "-c", "0"];
 
 /// See the module's documentation.
 pub struct DeviceGuard {
@@ -38,15 +45,17 @@ pub struct DeviceGuard {
     pub devices: PathBuf,
     /// The folder of slice configuration until the next boot; only present if systemd runs.
     pub slices: Option<PathBuf>,
+    /// Further device nodes that every tenant may open, as an operator has set them.
+    pub further: Vec<PathBuf>,
 }
 
 impl DeviceGuard {
     /// The guard of this machine.
     #[must_use]
-    pub fn of_this_machine(devices: PathBuf) -> Self {
+    pub fn of_this_machine(devices: PathBuf, further: Vec<PathBuf>) -> Self {
         // As sd_booted(3) checks.
         let slices = Path::new("/run/systemd/system").is_dir().then(|| PathBuf::from("/run/systemd/system"));
-        Self { devices, slices }
+        Self { devices, slices, further }
     }
 
     /// The mechanism that enforces it, as named in an output.
@@ -58,24 +67,72 @@ impl DeviceGuard {
     /// Opens the devices to the tenant only.
     ///
     /// # Errors
-    /// `device_guard`.
+    /// `device_guard`; `gpu_driver` where the driver does not say which node one of them has.
     pub fn open(&self, gpus: &Gpus, devices: &[DeviceRef], account: &TenantAccount) -> Result<(), TaskFailure> {
-        let nodes = self.nodes(gpus, devices)?;
-        for node in &nodes {
-            set_owner(node, account.uid, OF_A_TENANT).map_err(guard_error(node))?;
+        for device in devices {
+            if let Some(node) = self.node(gpus, device)? {
+                self.open_node(&node, account)?;
+            }
         }
-        self.write_slice(account, &nodes)
+        if matches!(gpus, Gpus::Nvml(_)) {
+            self.make_unified_memory_node();
+        }
+        self.renew_slice(account)
     }
 
-    /// Closes the devices to all users but root.
+    /// Opens one node to the tenant only, without its slice.
     ///
     /// # Errors
     /// `device_guard`.
-    pub fn close(&self, gpus: &Gpus, devices: &[DeviceRef]) -> Result<(), TaskFailure> {
-        for node in self.nodes(gpus, devices)? {
-            set_owner(&node, 0, OF_NOBODY).map_err(guard_error(&node))?;
-        }
-        Ok(())
+    pub fn open_node(&self, node: &Path, account: &TenantAccount) -> Result<(), TaskFailure> {
+        set_owner(node, account.uid, OF_A_TENANT).map_err(guard_error(node))
+    }
+
+    /// How many devices are open to the tenant.
+    #[must_use]
+    pub fn opened(&self, account: &TenantAccount) -> usize {
+        let is_open = |metadata: &fs::Metadata| {
+            (metadata.uid(), metadata.gid(), metadata.mode() & 0o7777) == (0, account.uid, OF_A_TENANT)
+        };
+        self.gpu_nodes().map_or(0, |nodes| nodes.iter().filter(|(_, metadata)| is_open(metadata)).count())
+    }
+
+    /// Closes every device that is open to the tenant.
+    ///
+    /// # Errors
+    /// `device_guard`, where one of them stays open; the others are closed.
+    pub fn close(&self, account: &TenantAccount) -> Result<(), TaskFailure> {
+        close_all(self.nodes_of(account).map_err(guard_error(&self.devices))?)
+    }
+
+    /// Closes every device that is open to anyone but these tenants.
+    ///
+    /// # Errors
+    /// `device_guard`, where one of them stays open; the others are closed.
+    pub fn close_all_but(&self, tenants: &BTreeSet<u32>) -> Result<(), TaskFailure> {
+        let nodes = self.gpu_nodes().map_err(guard_error(&self.devices))?.into_iter();
+        let is_open = |metadata: &fs::Metadata| {
+            let is_closed = (metadata.uid(), metadata.gid(), metadata.mode() & 0o7777) == (0, 0, OF_NOBODY);
+            let is_of_tenant = metadata.uid() == 0 && tenants.contains(&metadata.gid());
+            !is_closed && !is_of_tenant
+        };
+        close_all(nodes.filter(|(_, metadata)| is_open(metadata)).map(|(node, _)| node).collect())
+    }
+
+    /// Allows the tenant's slice the nodes of its set that have appeared since it was written.
+    ///
+    /// # Errors
+    /// `device_guard`, `node_storage`.
+    pub fn renew_slice(&self, account: &TenantAccount) -> Result<(), TaskFailure> {
+        self.write_slice(account, &self.nodes_of(account).map_err(guard_error(&self.devices))?)
+    }
+
+    /// When a device node was last made or removed.
+    #[must_use]
+    pub fn changed_at(&self) -> Vec<Option<SystemTime>> {
+        let further = self.further.iter().filter_map(|node| node.parent());
+        let folders = std::iter::once(self.devices.as_path()).chain(further);
+        folders.map(|folder| fs::metadata(folder).and_then(|metadata| metadata.modified()).ok()).collect()
     }
 
     /// The shell inside of the tenant's slice, if there are slices: devices of other tenants are closed to it.
@@ -109,25 +166,57 @@ impl DeviceGuard {
         check_driver_parameters(Path::new("/")).map_err(|fault| TaskFailure::new("device_guard", fault.with_remedy()))
     }
 
-    /// The nodes of these devices that this machine has. Simulated devices have none, unless a test made them.
-    fn nodes(&self, gpus: &Gpus, devices: &[DeviceRef]) -> Result<Vec<PathBuf>, TaskFailure> {
+    /// The node of a device. A simulated one has none, unless a test made it.
+    ///
+    /// # Errors
+    /// `gpu_driver`; `device_guard` where the machine does not have the node.
+    pub fn node(&self, gpus: &Gpus, device: &DeviceRef) -> Result<Option<PathBuf>, TaskFailure> {
+        let minor = gpus.minor_of(&device.uuid).map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
+        let Some(minor) = minor else { return Ok(None) };
+        let node = self.devices.join(format!("nvidia{minor}"));
+        match fs::symlink_metadata(&node) {
+            Ok(metadata) if metadata.file_type().is_char_device() => Ok(Some(node)),
+            Ok(_) => Err(TaskFailure::new("device_guard", format!("{} is no character device", node.display()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && matches!(gpus, Gpus::Simulated(_)) => Ok(None),
+            Err(error) => Err(guard_error(&node)(error)),
+        }
+    }
+
+    /// The nodes of GPUs that this tenant may open.
+    fn nodes_of(&self, account: &TenantAccount) -> io::Result<Vec<PathBuf>> {
+        let nodes = self.gpu_nodes()?.into_iter();
+        Ok(nodes.filter(|(_, metadata)| metadata.gid() == account.uid).map(|(node, _)| node).collect())
+    }
+
+    /// The nodes of all GPUs, `nvidiaN`, in order of name.
+    fn gpu_nodes(&self) -> io::Result<Vec<(PathBuf, fs::Metadata)>> {
         let mut nodes = Vec::new();
-        for device in devices {
-            let minor =
-                gpus.minor_of(&device.uuid).map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
-            let Some(minor) = minor else { continue };
-            let node = self.devices.join(format!("nvidia{minor}"));
-            match fs::symlink_metadata(&node) {
-                Ok(metadata) if metadata.file_type().is_char_device() => nodes.push(node),
-                Ok(_) => {
-                    let message = format!("{} is no character device", node.display());
-                    return Err(TaskFailure::new("device_guard", message));
-                }
-                Err(error) if error.kind() == io::ErrorKind::NotFound && matches!(gpus, Gpus::Simulated(_)) => {}
-                Err(error) => return Err(guard_error(&node)(error)),
+        for entry in fs::read_dir(&self.devices)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let minor = name.to_str().and_then(|name| name.strip_prefix("nvidia"));
+            if minor.is_none_or(|minor| minor.is_empty() || !minor.bytes().all(|byte| byte.is_ascii_digit())) {
+                continue;
+            }
+            match entry.metadata() {
+                Ok(metadata) if metadata.file_type().is_char_device() => nodes.push((entry.path(), metadata)),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
             }
         }
+        nodes.sort_by(|(a, _), (b, _)| a.cmp(b));
         Ok(nodes)
+    }
+
+    /// After a boot nothing has made it yet, and the first program of the first tenant would start without it.
+    fn make_unified_memory_node(&self) {
+        if self.slices.is_none() || self.devices.join(UNIFIED_MEMORY).exists() {
+            return;
+        }
+        let [program, arguments @ ..] = NODE_MAKER;
+        // Where the tool is missing, a program of the tenant makes the node, and the slice follows.
+        let _ = Command::new(program).args(arguments).stdin(Stdio::null()).stderr(Stdio::null()).status();
     }
 
     fn slice_of(&self, account: &TenantAccount) -> Option<PathBuf> {
@@ -136,9 +225,13 @@ impl DeviceGuard {
 
     fn write_slice(&self, account: &TenantAccount, nodes: &[PathBuf]) -> Result<(), TaskFailure> {
         let Some(folder) = self.slice_of(account) else { return Ok(()) };
-        let shared = SHARED.iter().map(|name| self.devices.join(name)).filter(|node| node.exists());
-        let nodes: Vec<PathBuf> = nodes.iter().cloned().chain(shared).collect();
-        atomic_file::write_without_sync(&folder.join("50-gpuaas.conf"), slice(&nodes).as_bytes(), atomic_file::PUBLIC)?;
+        let shared = SHARED.iter().map(|name| self.devices.join(name)).chain(self.further.iter().cloned());
+        let nodes: Vec<PathBuf> = nodes.iter().cloned().chain(shared.filter(|node| node.exists())).collect();
+        let (path, text) = (folder.join("50-gpuaas.conf"), slice(&nodes));
+        if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
+            return Ok(());
+        }
+        atomic_file::write_without_sync(&path, text.as_bytes(), atomic_file::PUBLIC)?;
         reload()
             .map_err(|error| TaskFailure::new("device_guard", format!("systemd could not reload its units: {error}")))
     }
@@ -153,6 +246,12 @@ fn slice(nodes: &[PathBuf]) -> String {
 fn reload() -> io::Result<()> {
     let ran = Command::new("systemctl").arg("daemon-reload").output()?;
     if ran.status.success() { Ok(()) } else { Err(io::Error::other(String::from_utf8_lossy(&ran.stderr).into_owned())) }
+}
+
+/// Closes as many as possible, and returns the first failure.
+fn close_all(nodes: Vec<PathBuf>) -> Result<(), TaskFailure> {
+    let closed = nodes.iter().map(|node| set_owner(node, 0, OF_NOBODY).map_err(guard_error(node)));
+    closed.fold(Ok(()), Result::and)
 }
 
 fn set_owner(node: &Path, gid: u32, mode: u32) -> io::Result<()> {
@@ -239,7 +338,7 @@ mod tests {
             folder: "/home/gpu-1".into(),
             environment: Vec::new(),
         };
-        let mut guard = DeviceGuard { devices: "/dev".into(), slices: None };
+        let mut guard = DeviceGuard { devices: "/dev".into(), slices: None, further: Vec::new() };
         assert_eq!(guard.in_slice(&account, shell.clone()), shell);
         guard.slices = Some("/run/systemd/system".into());
         let begun = guard.in_slice(&account, shell.clone());

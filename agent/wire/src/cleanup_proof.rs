@@ -37,6 +37,28 @@ pub struct CleanupFinding {
     pub detail: Option<String>,
 }
 
+impl CleanupFinding {
+    /// Whether it leaves nothing of the tenant on the machine, but for a GPU that is not proved.
+    #[must_use]
+    pub fn is_no_leftover(&self) -> bool {
+        self.outcome == FindingOutcome::Gone || self.unproved_gpu().is_some()
+    }
+
+    /// The UUID of the GPU that the check did not prove to be free, where the rest of the machine does not depend on it: the driver did not
+    /// answer, or has not freed the memory. Such a GPU alone gets no other tenant. A process that uses a GPU is a leftover on the machine.
+    #[must_use]
+    pub fn unproved_gpu(&self) -> Option<&str> {
+        let is_of_hardware = matches!(
+            (self.what, self.outcome),
+            (CleanupCheck::GpuProcesses, FindingOutcome::Unknown)
+                | (CleanupCheck::GpuMemory, FindingOutcome::Unknown | FindingOutcome::Present)
+        );
+        // Earlier agents name all GPUs of the allocation in one finding.
+        let names_one = !self.looked_for.is_empty() && !self.looked_for.contains(' ');
+        (is_of_hardware && names_one).then_some(self.looked_for.as_str())
+    }
+}
+
 /// The outcome of a check. Only `gone` is clean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -145,15 +167,20 @@ pub enum ProofError {
 }
 
 impl CleanupReport {
-    /// Whether every check of a node with this executor was made, and found nothing.
+    /// Whether every check of a node with this executor was made, and found nothing of the tenant on the machine. GPUs may be unproved.
     #[must_use]
     pub fn is_clean(&self, executor: ExecutorKind) -> bool {
         self.leftovers().next().is_none() && self.missing_checks(executor).next().is_none()
     }
 
-    /// Findings other than `gone`.
+    /// Findings other than `gone`, but for those of [`CleanupReport::unproved_gpus`].
     pub fn leftovers(&self) -> impl Iterator<Item = &CleanupFinding> {
-        self.findings.iter().filter(|finding| finding.outcome != FindingOutcome::Gone)
+        self.findings.iter().filter(|finding| !finding.is_no_leftover())
+    }
+
+    /// The GPUs that get no other tenant until the agent has proved them, with the findings that say why.
+    pub fn unproved_gpus(&self) -> impl Iterator<Item = (&str, &CleanupFinding)> {
+        self.findings.iter().filter_map(|finding| Some((finding.unproved_gpu()?, finding)))
     }
 
     /// The checks of [`CleanupCheck::required`] that the report lacks.
@@ -227,6 +254,36 @@ mod tests {
         let mut empty = report();
         empty.findings.clear();
         assert!(!empty.is_clean(sandbox));
+    }
+
+    #[test]
+    fn gpu_that_the_driver_does_not_show_to_be_free_is_unproved_and_no_leftover() {
+        let finding = |what, outcome, looked_for: &str| CleanupFinding {
+            what,
+            looked_for: looked_for.into(),
+            outcome,
+            detail: None,
+        };
+        use CleanupCheck::{GpuMemory, GpuProcesses, Processes};
+        use FindingOutcome::{Gone, Present, Unknown};
+        let table = [
+            (GpuProcesses, Unknown, "GPU-1", true),
+            (GpuMemory, Unknown, "GPU-1", true),
+            (GpuMemory, Present, "GPU-1", true),
+            // A process is on the machine, whatever it uses.
+            (GpuProcesses, Present, "GPU-1", false),
+            (Processes, Unknown, "GPU-1", false),
+            // As earlier agents name the GPUs of an allocation.
+            (GpuMemory, Unknown, "GPU-1 GPU-2", false),
+            (GpuMemory, Unknown, "", false),
+        ];
+        for (what, outcome, looked_for, is_unproved) in table {
+            let mut with = report();
+            with.findings.push(finding(what, outcome, looked_for));
+            assert_eq!(with.unproved_gpus().count(), usize::from(is_unproved), "{what:?} {outcome:?} {looked_for}");
+            assert_eq!(with.is_clean(ExecutorKind::Sandbox), is_unproved, "{what:?} {outcome:?} {looked_for}");
+        }
+        assert_eq!(finding(GpuMemory, Gone, "GPU-1").unproved_gpu(), None);
     }
 
     #[test]

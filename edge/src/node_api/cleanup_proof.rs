@@ -2,13 +2,14 @@
 //! checked and nothing is left (decisions 4, *Clean-up proof*).
 
 use super::inventory::truncated;
-use domain::node::{Hold, HoldPhase, Node, TaskOutcome};
+use domain::node::{Hold, HoldPhase, Node, ProofGap, TaskOutcome};
 use domain::{AllocationId, NodeId, TaskId};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use thiserror::Error;
 use wire::PublicKey;
 use wire::SignedEnvelope;
-use wire::cleanup_proof::{CleanupReport, FindingOutcome, ProofError};
+use wire::cleanup_proof::{CleanupFinding, CleanupReport, FindingOutcome, ProofError};
 use wire::inventory::ExecutorKind;
 use wire::task::{TaskResult, TaskStatus};
 
@@ -16,9 +17,15 @@ use wire::task::{TaskResult, TaskStatus};
 const MAX_CODE: usize = 64;
 const MAX_MESSAGE: usize = 500;
 
-/// The outcome of a result for the node's state machine. `node` is needed where the result carries a proof.
-pub(super) fn verdict(result: &TaskResult, node_id: NodeId, task_id: TaskId, node: Option<&Node>) -> TaskOutcome {
-    match (result.status, &result.proof) {
+/// The outcome of a result for the node's state machine, with the GPUs that its proof leaves out. `node` is needed where the result carries
+/// a proof.
+pub(super) fn verdict(
+    result: &TaskResult,
+    node_id: NodeId,
+    task_id: TaskId,
+    node: Option<&Node>,
+) -> (TaskOutcome, Option<Box<ProofGap>>) {
+    let outcome = match (result.status, &result.proof) {
         (TaskStatus::Failed, _) => match &result.error {
             Some(error) => {
                 TaskOutcome::Failed { code: code_of(&error.code), message: truncated(&error.message, MAX_MESSAGE) }
@@ -31,13 +38,28 @@ pub(super) fn verdict(result: &TaskResult, node_id: NodeId, task_id: TaskId, nod
             TaskOutcome::Succeeded { proof: None }
         }
         (TaskStatus::Succeeded, Some(proof)) => match check(proof, result.attempt, node_id, task_id, node) {
-            Ok(allocation) => TaskOutcome::Succeeded { proof: Some(allocation) },
+            Ok(proved) => {
+                return (
+                    TaskOutcome::Succeeded { proof: Some(AllocationId(proved.allocation_id)) },
+                    proof_gap(&proved),
+                );
+            }
             Err(fault) => TaskOutcome::Failed {
                 code: fault.code().to_owned(),
                 message: truncated(&fault.to_string(), MAX_MESSAGE),
             },
         },
-    }
+    };
+    (outcome, None)
+}
+
+fn proof_gap(report: &CleanupReport) -> Option<Box<ProofGap>> {
+    let why = |finding: &CleanupFinding| {
+        let why = finding.detail.as_deref().unwrap_or("the driver gave no answer");
+        truncated(why, MAX_MESSAGE)
+    };
+    let gpus: BTreeMap<_, _> = report.unproved_gpus().map(|(uuid, finding)| (uuid.to_owned(), why(finding))).collect();
+    (!gpus.is_empty()).then(|| Box::new(ProofGap { checked_at: report.checked_at, gpus }))
 }
 
 /// What is wrong with a proof, in terms for the operator.
@@ -64,14 +86,14 @@ impl ProofFault {
     }
 }
 
-/// The allocation whose clean-up is proved.
+/// The report that proves the clean-up of its allocation.
 fn check(
     proof: &SignedEnvelope,
     attempt: u32,
     node_id: NodeId,
     task_id: TaskId,
     node: Option<&Node>,
-) -> Result<AllocationId, ProofFault> {
+) -> Result<CleanupReport, ProofFault> {
     let key: Option<PublicKey> =
         node.and_then(|node| node.identity.recovery_public_key.as_ref()).and_then(|key| key.parse().ok());
     let report = CleanupReport::open(proof, &key.ok_or(ProofFault::NoKey)?)?;
@@ -102,7 +124,7 @@ fn check(
     if !missing.is_empty() {
         return Err(ProofFault::Incomplete(missing.join(", ")));
     }
-    Ok(allocation_id)
+    Ok(report)
 }
 
 /// How the node isolates tenants, by its last report.

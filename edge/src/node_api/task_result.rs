@@ -40,9 +40,9 @@ pub(super) async fn record(
         (TaskStatus::Succeeded, Some(_)) => api.node(node_id).await?,
         (TaskStatus::Succeeded, None) | (TaskStatus::Failed, _) => None,
     };
-    let verdict = verdict(&result, node_id, task_id, state.as_deref());
+    let (verdict, unproved) = verdict(&result, node_id, task_id, state.as_deref());
     let output = task_output::bounded(&result.output);
-    let command = Request::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone(), output };
+    let command = Request::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone(), output, unproved };
     match api.ask_until_certain(&scope, node_id, command, key).await {
         Ok(answered) if answered.replayed => Ok(Json(ResultAnswer { recorded: ResultReceipt::Already })),
         Ok(_) => {

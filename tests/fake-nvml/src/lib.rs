@@ -121,6 +121,8 @@ pub struct FakeGpu {
     pub drawing: Option<Vec<u32>>,
     /// Its bus; domain and device are 0.
     pub pci_bus: u32,
+    /// The number of its device node; `None`: its index.
+    pub minor: Option<u32>,
     /// It has fallen off the bus.
     pub is_lost: bool,
     /// The driver returns this code when the GPU is opened (`nvmlReturn_t`).

@@ -129,7 +129,9 @@ of_device! {
         Ok(nvml::nvmlUtilization_t { gpu: 0, memory: 0 })
     };
     nvmlDeviceGetPowerUsage -> c_uint = |_index, _gpu| Ok(70_000);
-    nvmlDeviceGetMinorNumber -> c_uint = |index, _gpu| c_uint::try_from(index).map_err(|_| INVALID);
+    nvmlDeviceGetMinorNumber -> c_uint = |index, gpu| {
+        gpu.minor.map_or_else(|| c_uint::try_from(index).map_err(|_| INVALID), Ok)
+    };
     nvmlDeviceGetCurrentClocksThrottleReasons -> c_ulonglong = |_index, gpu| gpu.slowdown_reasons.ok_or(NOT_SUPPORTED);
     nvmlDeviceGetCurrPcieLinkWidth -> c_uint = |_index, gpu| gpu.pcie_width.map(|width| width.0).ok_or(NOT_SUPPORTED);
     nvmlDeviceGetMaxPcieLinkWidth -> c_uint = |_index, gpu| gpu.pcie_width.map(|width| width.1).ok_or(NOT_SUPPORTED);

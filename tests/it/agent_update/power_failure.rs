@@ -63,7 +63,16 @@ pub(super) async fn expect_one_version_and_outcome(
     assert_eq!(allocation.get().await["state"], "active");
     let slice = container.run("cat /run/systemd/system/user-*.slice.d/50-gpuaas.conf");
     assert!(slice.contains("DevicePolicy=closed"), "{slice}");
+    // The driver makes this node when a program first needs it.
+    container.run("mknod -m 666 /dev/nvidia-uvm c 1 3");
+    let is_allowed = || {
+        let slice = container.run("cat /run/systemd/system/user-*.slice.d/50-gpuaas.conf");
+        slice.contains("DeviceAllow=/dev/nvidia-uvm rw")
+    };
+    wait_until("the tenant may open the node that was made later", is_allowed).await;
     let (mut terminal, _) = cluster.terminal(allocation.id).await;
+    terminal.enter("cat /dev/nvidia-uvm && echo ope''ned\n").await;
+    terminal.expect_output("opened").await;
     terminal.enter("echo up''again\n").await;
     terminal.expect_output("upagain").await;
 }

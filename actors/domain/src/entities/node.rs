@@ -45,6 +45,7 @@ mod tenancy;
 mod terminal_tasks;
 #[cfg(test)]
 mod tests;
+mod unproved_gpus;
 mod validation;
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
@@ -86,6 +87,7 @@ pub use state_reason::{StateCode, StateReason};
 pub use tasks::{NodeTask, NodeTaskPhase};
 pub use tenancy::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, user_name};
 pub use terminal_tasks::TerminalTask;
+pub use unproved_gpus::{ProofGap, UnprovedGpu};
 pub use validation::{NodeValidation, ValidationOrder};
 
 /// The class of an alert that prevents new allocations on the node while it is active (decisions 7, *Health alert*).
@@ -123,6 +125,9 @@ pub struct Node {
     quarantine_holds: Vec<QuarantineHold>,
     /// The allocations that hold its GPUs.
     pub holds: BTreeMap<AllocationId, Hold>,
+    /// GPUs without a tenant of which it is not proved that they are free of the last one, by UUID.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub unproved_gpus: BTreeMap<String, UnprovedGpu>,
     /// The allocations whose failed release fences the node: it gets no tasks.
     pub fenced_by: BTreeSet<AllocationId>,
     /// Tasks of the node itself that administrators ordered, with their results.

@@ -229,6 +229,8 @@ table! {
         "gpu_fabric" "access_timeout_recovery": WITHHELD, HARDWARE, None, "the GPU recovers from accesses to the fabric that timed out", "";
         "gpu_fabric" "incorrect_configuration": WITHHELD, HARDWARE, None, "the fabric is not wired or configured as this GPU needs it", "";
         "gpu_fabric" "unhealthy": WITHHELD, HARDWARE, Reset, "the driver reports the GPU's part in the fabric as unhealthy", "";
+        // Its tenant has left, and a reset frees what is left on it.
+        "clean_up" "unproved": WITHHELD, HARDWARE, Reset, "the driver does not show that the GPU is free of its last tenant", "";
         "pcie" "width": SHOWN, HARDWARE, None, "the PCIe link has fewer lanes than it could have", "";
     }
     Machine {

@@ -670,7 +670,18 @@ impl Simulation {
         let not_tested: serde_json::Map<_, _> = others.map(|it| (it.name().to_owned(), json!("no tool"))).collect();
         let measurements = json!({ "cpu_bogo_ops_per_second": self.counter % 16 });
         let output = Some(json!({ "measurements": measurements, "not_tested": not_tested }));
-        let command = node::Request::Report { serial, task_id, attempt, verdict, output };
+        // Now and then the driver does not show the first GPU of a tenant who has left.
+        let gap = match &verdict {
+            node::TaskOutcome::Succeeded { proof: Some(tenant) } if self.counter.is_multiple_of(4) => {
+                before.holds.get(tenant)
+            }
+            _ => None,
+        };
+        let unproved = gap.and_then(|hold| hold.placed.devices.first()).map(|device| {
+            let gpus = BTreeMap::from([(device.uuid.clone(), "lost".to_owned())]);
+            Box::new(node::ProofGap { checked_at: self.now - TimeDelta::seconds(1), gpus })
+        });
+        let command = node::Request::Report { serial, task_id, attempt, verdict, output, unproved };
         match self.tell_node(id, &Principal::Node(id), command) {
             Ok(_) => {}
             // Reported twice, or too late: the agent drops it in both cases.

@@ -11,7 +11,7 @@ fn digest(digit: char) -> String {
 
 async fn report(api: &ApiHarness, node: NodeId, task: &serde_json::Value, verdict: TaskOutcome) {
     let task_id = TaskId(task["task_id"].as_str().unwrap().parse().unwrap());
-    let report = Request::Report { serial: "01".into(), task_id, attempt: 1, verdict, output: None };
+    let report = Request::Report { serial: "01".into(), task_id, attempt: 1, verdict, output: None, unproved: None };
     api.ask::<Node>(&Principal::Node(node), node.0, report).await.unwrap();
 }
 

@@ -372,6 +372,7 @@ async fn node_reports_are_paginated_with_their_tasks() {
             attempt: u32::try_from(ordered["attempt"].as_u64().unwrap()).unwrap(),
             verdict: domain::node::TaskOutcome::Succeeded { proof: None },
             output: None,
+            unproved: None,
         };
         api.ask::<domain::node::Node>(&domain::Principal::Node(node), node.0, report).await.unwrap();
         tasks.insert(0, ordered["task_id"].clone());

@@ -31,6 +31,7 @@ impl ApiHarness {
             attempt: 1,
             verdict: TaskOutcome::Succeeded { proof: None },
             output: Some(json!({ "level": level, "measurements": measurements, "not_tested": not_tested })),
+            unproved: None,
         };
         self.ask::<Node>(&Principal::Node(id), id.0, report).await.unwrap();
         self.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone()

@@ -109,7 +109,7 @@ fn result(status: TaskStatus, proof: Option<SignedEnvelope>, error: Option<TaskE
 
 fn of(report: &CleanupReport, node: Option<&Node>) -> TaskOutcome {
     let proof = report.seal(&key()).unwrap();
-    verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, node)
+    verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, node).0
 }
 
 fn failure(verdict: TaskOutcome) -> (String, String) {
@@ -149,7 +149,7 @@ fn foreign_signature_other_message_or_missing_key_is_refused() {
     let another = SignedEnvelope::sign(&key(), "k", "application/json", serde_json::to_vec(&report()).unwrap());
     let unreadable = SignedEnvelope::sign(&key(), "k", wire::cleanup_proof::CLEANUP_REPORT_TYPE, b"{}".to_vec());
     for proof in [strangers, another, unreadable] {
-        let given = verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, Some(&node()));
+        let (given, _) = verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, Some(&node()));
         assert_eq!(failure(given).0, "proof_invalid");
     }
     let mut keyless = node();
@@ -168,7 +168,7 @@ fn leftovers_and_unchecked_resources_are_named() {
     left.findings[0].outcome = FindingOutcome::Present;
     let (code, message) = failure(of(&left, Some(&node())));
     assert_eq!(code, "leftovers");
-    assert!(message.contains("Home x is present") && message.contains("and 5 more"), "{message}");
+    assert!(message.contains("Home x is present") && message.contains("and 4 more"), "{message}");
     let mut partial = report();
     partial.findings.remove(0);
     let (code, message) = failure(of(&partial, Some(&node())));
@@ -183,11 +183,31 @@ fn setup_needs_no_proof_and_a_failure_stays_one_with_any_proof() {
     hold.phase = HoldPhase::Provisioning { work };
     assert_eq!(of(&report(), Some(&setting_up)), TaskOutcome::Succeeded { proof: None });
     let bare = result(TaskStatus::Succeeded, None, None);
-    assert_eq!(verdict(&bare, NODE, TASK, None), TaskOutcome::Succeeded { proof: None });
+    assert_eq!(verdict(&bare, NODE, TASK, None).0, TaskOutcome::Succeeded { proof: None });
     let error = TaskError { code: "user_busy".into(), message: "a\tb".into() };
     let failed = result(TaskStatus::Failed, Some(report().seal(&key()).unwrap()), Some(error));
     let expected = TaskOutcome::Failed { code: "user_busy".into(), message: "a b".into() };
-    assert_eq!(verdict(&failed, NODE, TASK, Some(&node())), expected);
+    assert_eq!(verdict(&failed, NODE, TASK, Some(&node())).0, expected);
     let silent = result(TaskStatus::Failed, None, None);
-    assert_eq!(failure(verdict(&silent, NODE, TASK, None)).0, "failed");
+    assert_eq!(failure(verdict(&silent, NODE, TASK, None).0).0, "failed");
+}
+
+#[test]
+fn gpu_that_the_driver_does_not_show_is_left_out_of_the_proof_of_its_tenant() {
+    let mut partial = report();
+    for (outcome, uuid) in [(FindingOutcome::Unknown, "GPU-1"), (FindingOutcome::Gone, "GPU-2")] {
+        let detail = Some("a\tlost GPU".to_owned());
+        partial.findings.push(CleanupFinding {
+            what: CleanupCheck::GpuMemory,
+            looked_for: uuid.into(),
+            outcome,
+            detail,
+        });
+    }
+    let proof = partial.seal(&key()).unwrap();
+    let (outcome, gap) = verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, Some(&node()));
+    assert_eq!(outcome, TaskOutcome::Succeeded { proof: Some(ALLOCATION) });
+    let gap = gap.unwrap();
+    assert_eq!(gap.gpus, BTreeMap::from([("GPU-1".to_owned(), "a lost GPU".to_owned())]));
+    assert_eq!(gap.checked_at, partial.checked_at);
 }

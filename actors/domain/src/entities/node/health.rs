@@ -201,6 +201,7 @@ impl Node {
         last_seen_at: Option<Timestamp>,
         ctx: &TransitionContext<'_>,
     ) {
+        self.note_proved_gpus(&report);
         let FindingReport { sent_at, findings, is_truncated } = report;
         // The time of the last contact lags by a part of the policy's.
         let tolerance = ctx.policy.seconds(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
@@ -296,7 +297,8 @@ impl Node {
     pub(super) fn withheld_gpus(&self) -> BTreeSet<&str> {
         let withheld = self.findings.iter().filter(|known| known.has(FindingClass::PreventAllocation));
         let of_findings = withheld.filter_map(|known| known.reported.gpu_uuid.as_deref());
-        of_findings.chain(self.gpus_withheld_by_reset()).collect()
+        let unproved = self.unproved_gpus.keys().map(String::as_str);
+        of_findings.chain(self.gpus_withheld_by_reset()).chain(unproved).collect()
     }
 
     /// The finding about the machine that prevents new allocations, in a sentence for an operator.
@@ -342,7 +344,8 @@ impl Node {
         }
         let listed: BTreeSet<&str> =
             self.inventory.iter().flat_map(|inventory| &inventory.gpus).map(|gpu| gpu.uuid.as_str()).collect();
-        let missing = self.findings.iter().filter(|known| known.is_reported && known.reported.probe == "gpu");
+        let missing = self.findings.iter().filter(|known| known.is_reported && known.is_open());
+        let missing = missing.filter(|known| known.reported.probe == "gpu");
         let missing = missing.filter_map(|known| known.reported.gpu_uuid.as_deref()).collect::<BTreeSet<_>>();
         u32::try_from(missing.difference(&listed).count()).unwrap_or(u32::MAX)
     }

@@ -5,7 +5,7 @@ use crate::history::HistoryEntry;
 use std::collections::BTreeSet;
 
 impl Node {
-    /// I2: no GPU is in two holds, none that is being reset is in one, and a node without the clean-up proof of a tenant, or whose machine is being reinstalled, has no GPU for
+    /// I2: no GPU is in two holds, none that is being reset or is not proved to be free of its last tenant is in one, and a node without the clean-up proof of a tenant, or whose machine is being reinstalled, has no GPU for
     /// another.
     #[must_use]
     pub fn has_one_tenant_on_each_gpu(&self) -> bool {
@@ -13,8 +13,10 @@ impl Node {
             |phase: &HoldPhase| matches!(phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. });
         let has_unproven = self.holds.values().any(|hold| is_unproven(&hold.phase));
         let is_held_in_reset = self.gpus_in_reset().any(|uuid| self.holds_gpu(uuid));
+        let is_held_unproved = self.unproved_gpus.keys().any(|uuid| self.holds_gpu(uuid));
         self.holds_each_gpu_once()
             && !is_held_in_reset
+            && !is_held_unproved
             && (!has_unproven && self.reimage.is_none() || self.gpus_free() == 0)
     }
 

@@ -149,6 +149,7 @@ impl Node {
             gpu_resets: BTreeMap::new(),
             quarantine_holds: Vec::new(),
             holds: BTreeMap::new(),
+            unproved_gpus: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
             tasks: BTreeMap::new(),
             refusals: RefusalAudit::default(),

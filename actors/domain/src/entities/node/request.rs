@@ -2,7 +2,7 @@
 
 use super::{
     AgentContact, CertificateRecord, Enrollment, IdentityRecovery, Node, NodeHealth, PreparedMachine, ProbeOutcome,
-    Registration, Reissue, Rejection, Reply, ReportedInventory, TaskOutcome, report_reasons,
+    ProofGap, Registration, Reissue, Rejection, Reply, ReportedInventory, TaskOutcome, report_reasons,
 };
 use crate::authz::Action;
 use crate::id::{FindingId, TaskId, TokenId};
@@ -134,6 +134,9 @@ pub enum Request {
         /// The output of a task of the node itself, for the administrator who ordered it.
         #[serde(default)]
         output: Option<Value>,
+        /// What the clean-up proof of a verdict leaves out.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        unproved: Option<Box<ProofGap>>,
     },
     /// The agent authenticates for its side of a terminal connection.
     Identify {
@@ -206,8 +209,8 @@ impl Node {
             Request::Heartbeat { serial, seen, inventory, health } => {
                 self.heartbeat(&serial, *seen, *inventory, *health, ctx)
             }
-            Request::Report { serial, task_id, attempt, verdict, output } => {
-                let mut step = self.report(&serial, (task_id, attempt), verdict, output, ctx)?;
+            Request::Report { serial, task_id, attempt, verdict, output, unproved } => {
+                let mut step = self.report(&serial, (task_id, attempt), verdict, (output, unproved.as_deref()), ctx)?;
                 step.why = report_reasons::why(task_id, &step.why);
                 Ok(step)
             }

@@ -16,6 +16,7 @@ mod repair;
 mod ssh_access;
 mod tasks;
 mod tenants;
+mod unproved_gpus;
 mod validation;
 
 use super::*;
@@ -382,7 +383,14 @@ impl Story {
     }
 
     fn report(&self, attempt: u32, verdict: TaskOutcome) -> Request {
-        Request::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict, output: None }
+        Request::Report {
+            serial: SERIAL.into(),
+            task_id: self.task().0,
+            attempt,
+            verdict,
+            output: None,
+            unproved: None,
+        }
     }
 
     #[track_caller]

@@ -145,8 +145,15 @@ fn node_commands() -> Vec<node::Command> {
         Request::ResetGpu { gpu_uuid: text(), reason: text() }.into(),
         node::Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(), soaks: true, includes_held: true }.into(),
         node::Fact::CheckForRollout { rollout_id: ROLLOUT }.into(),
-        Request::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None }
-            .into(),
+        Request::Report {
+            serial: "0a".into(),
+            task_id: TaskId(ALLOCATION),
+            attempt: 2,
+            verdict: failed,
+            output: None,
+            unproved: None,
+        }
+        .into(),
         Request::Report {
             serial: "0a".into(),
             task_id: TaskId(ALLOCATION),

@@ -1,7 +1,7 @@
 //! The tasks that set tenants up and clean them up, and the agent's results.
 
 use super::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, reason_code};
-use crate::entities::node::{Node, Rejection, Reply};
+use crate::entities::node::{Node, ProofGap, Rejection, Reply};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
 use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
@@ -87,7 +87,7 @@ impl Node {
         serial: &str,
         (task_id, attempt): (TaskId, u32),
         verdict: TaskOutcome,
-        output: Option<Value>,
+        (output, unproved): (Option<Value>, Option<&ProofGap>),
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         self.check_certificate(serial, ctx)?;
@@ -126,7 +126,11 @@ impl Node {
                 if proves && attempt <= current =>
             {
                 let gone = Event::TenantGone { node_id: self.id, allocation_id, attempt };
-                Ok(self.release_hold(allocation_id, "the agent proved the clean-up", ctx).event(gone))
+                let mut node = self.clone();
+                if let Some(gap) = unproved {
+                    node.withhold_unproved(allocation_id, gap, ctx.now);
+                }
+                Ok(node.release_hold(allocation_id, "the agent proved the clean-up", ctx).event(gone))
             }
             HoldPhase::Releasing { .. } | HoldPhase::Abandoned { .. } if attempt == current => {
                 Ok(self.clean_up_failed(allocation_id, attempt, &verdict))

@@ -29,7 +29,7 @@ fn ordered(story: Story, digit: char) -> (Story, TaskId) {
 }
 
 fn report(task_id: TaskId, attempt: u32, verdict: TaskOutcome) -> Request {
-    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None }
+    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None, unproved: None }
 }
 
 #[test]

@@ -204,7 +204,14 @@ fn validation_of_a_gpu_is_judged_by_the_minimums_of_gpus_alone() {
         let task = reset.node.tasks.values().find(|task| task.task_type == TaskType::NodeValidate).unwrap();
         let (task_id, attempt) = (task.work.task_id, task.work.attempt);
         let output: Value = json!({ "measurements": { "gpu_pcie_lanes": lanes } });
-        let report = Request::Report { serial: SERIAL.into(), task_id, attempt, verdict: DONE, output: Some(output) };
+        let report = Request::Report {
+            serial: SERIAL.into(),
+            task_id,
+            attempt,
+            verdict: DONE,
+            output: Some(output),
+            unproved: None,
+        };
         reset.clone().agent(report).expect("active").senses(&[])
     };
     assert_eq!(measured(16).reset_phase(3), "succeeded");
@@ -293,6 +300,7 @@ fn reset_without_a_result_is_dispatched_again_and_reported_results_of_before_are
         attempt: work.attempt,
         verdict: DONE,
         output: None,
+        unproved: None,
     };
     assert!(matches!(repeated.refuses(&agent(), late), Rejection::StaleAttempt { .. }));
 }
@@ -469,7 +477,10 @@ impl Story {
         };
         let verdict = if is_success { TaskOutcome::Succeeded { proof } } else { failed() };
         let (task_id, attempt) = (order.work.task_id, order.work.attempt);
-        self.tries(&agent(), Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None })
+        self.tries(
+            &agent(),
+            Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None, unproved: None },
+        )
     }
 
     /// The GPUs that the open tasks reset or put a load on.

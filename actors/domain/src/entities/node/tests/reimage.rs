@@ -36,7 +36,7 @@ impl Story {
         let open = self.node.tasks.values().find(|task| task.phase == NodeTaskPhase::Open).unwrap();
         let (task_id, attempt) = (open.work.task_id, open.work.attempt);
         let output = Some(super::validation::report(1));
-        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output })
+        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None })
     }
 }
 

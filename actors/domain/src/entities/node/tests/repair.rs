@@ -28,7 +28,7 @@ impl Story {
         let work = self.node.tasks.values().find(is_it).expect("such a task is open").work.clone();
         let (task_id, attempt) = (work.task_id, work.attempt);
         let output = (task_type == TaskType::NodeValidate).then(|| super::validation::report(1));
-        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output })
+        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None })
     }
 
     /// A reboot after which the agent reports these findings, and a validation.

@@ -31,7 +31,7 @@ fn order(story: &Story) -> SshKeysTask {
 
 fn report(story: &Story, attempt: u32, verdict: TaskOutcome) -> Request {
     let task_id = order(story).work.task_id;
-    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None }
+    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None, unproved: None }
 }
 
 const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };

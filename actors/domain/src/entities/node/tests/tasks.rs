@@ -10,7 +10,7 @@ fn ordered(story: Story, task_type: TaskType) -> (Story, TaskId) {
 
 fn report(task_id: TaskId, attempt: u32, verdict: TaskOutcome) -> Request {
     let output = Some(json!({ "n": attempt }));
-    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output }
+    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None }
 }
 
 fn resume(task_id: TaskId) -> Request {

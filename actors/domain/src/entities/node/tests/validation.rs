@@ -56,7 +56,7 @@ impl Story {
         let work = &self.node.tasks.values().find(is_it).expect("a validation of the level is open").work;
         let (task_id, attempt) = (work.task_id, work.attempt);
         let (verdict, output) = (TaskOutcome::Succeeded { proof: None }, Some(report(disk_read)));
-        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output })
+        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None })
     }
 
     #[track_caller]
@@ -64,7 +64,7 @@ impl Story {
         let is_it = |task: &&NodeTask| task.task_type == TaskType::NodeValidate && task.phase == NodeTaskPhase::Open;
         let work = &self.node.tasks.values().find(is_it).expect("a validation is open").work;
         let (task_id, attempt) = (work.task_id, work.attempt);
-        Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: Some(output) }
+        Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: Some(output), unproved: None }
     }
 
     fn authors(&self) -> Vec<HoldAuthor> {
