@@ -4,7 +4,7 @@
 # What the gate needs beside that. What takes minutes is made beside the parts that follow; `finish_tools` waits for it.
 ensure_gate_tools() {
     local missing=()
-    start_tools ensure_nextest ensure_deny ensure_machine ensure_loads
+    start_tools ensure_nextest ensure_machine ensure_loads
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
     # For the executor that makes Linux users, its door, and the units.
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
@@ -31,7 +31,7 @@ ensure_proof_tools() {
     have apt-ftparchive || missing+=(apt-utils)
     have gpg || missing+=(gnupg)
     have dpkg-shlibdeps || missing+=(dpkg-dev)
-    start_tools ensure_cargo_deb ensure_auditable2cdx
+    start_tools ensure_deny ensure_cargo_deb ensure_auditable2cdx
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
     ensure_maas_client
