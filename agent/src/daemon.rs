@@ -35,6 +35,7 @@ use crate::integrity::IntegrityMonitor;
 use crate::inventory;
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
+use crate::server_clock::ServerClock;
 use crate::service_manager::ServiceManager;
 use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};
@@ -248,11 +249,12 @@ pub async fn run_with(
     let _only_one = lock_state_dir(&config)?;
     let gpu_resetter = GpuResetter::new(config.driver_tools.clone(), &config.state_dir);
     let validator = Validator::new(config.validation_tools.clone(), config.validation_folder.clone());
-    let journal = Journal::open(&config.state_dir.join("journal.jsonl"), Utc::now())?;
+    let boot_id = inventory::boot_id()?;
+    let clock = ServerClock::open(&config.state_dir, config.node_id, boot_id);
+    let journal = Journal::open(&config.state_dir.join("journal.jsonl"), &clock)?;
     let identities = IdentityStore::new(&config);
     let recovery_key = identities.recovery_key()?;
     let mut verifiers = identities.verifiers(&config.verifier_set)?;
-    let boot_id = inventory::boot_id()?;
     let sshd = match config.system.as_ref().and_then(|settings| Some((settings, settings.ssh_listen?))) {
         Some((settings, listen)) => Some(Sshd::prepare(&config.state_dir, &settings.keys, listen)?),
         None => None,
@@ -269,14 +271,22 @@ pub async fn run_with(
     // A request of an earlier process is resent with the same key: the control plane would take another key for a clone of the node.
     let recovers = found.is_some() || identities.is_recovering()?;
     let method = if recovers { enroll::EnrollmentMethod::Recover } else { enroll::EnrollmentMethod::Enroll };
+    let has_expired = match &found {
+        Some(identity) => tokio::select! {
+            has_expired = renew::has_expired(&config, &clock, identity) => has_expired?,
+            () = stop.cancelled() => return Ok(()),
+        },
+        None => false,
+    };
     let identity = match found {
-        Some(identity) if !identity.is_expired(Utc::now()) => identity,
+        Some(identity) if !has_expired => identity,
         Some(identity) if config.enrollment_token.is_none() => {
             return Err(Fatal::CertificateExpired { not_after: identity.not_after });
         }
         Some(_) | None => {
             let applicant = enroll::Applicant {
                 config: &config,
+                clock: &clock,
                 identities: &identities,
                 recovery_key: &recovery_key,
                 boot_id,
@@ -291,17 +301,18 @@ pub async fn run_with(
             issued.identity
         }
     };
-    let api = NodeApiClient::with_identity(&config, &identity)?;
+    let api = NodeApiClient::with_identity(&config, &identity, &clock)?;
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
     let updates = Arc::new(AgentUpdates::of_this_process(&config));
     let heartbeat_now = Arc::new(Notify::new());
     let integrity = watch_integrity(&config, &stop, &heartbeat_now);
     let agent = Arc::new(Agent {
-        terminals: TerminalSessions::new(spools, Arc::clone(&manager), tasks.clone(), stop.clone()),
+        terminals: TerminalSessions::new(spools, Arc::clone(&manager), clock.clone(), tasks.clone(), stop.clone()),
         manager,
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
+        clock,
         updates,
         identities,
         recovery_key,
@@ -345,6 +356,7 @@ fn watch_integrity(
 /// The state that the loops of a running agent share.
 struct Agent {
     config: AgentConfig,
+    clock: ServerClock,
     updates: Arc<AgentUpdates>,
     identities: IdentityStore,
     recovery_key: SigningKey,
@@ -391,7 +403,6 @@ struct Session {
 impl Agent {
     async fn run_until_stopped(self: Arc<Self>) -> Result<(), Fatal> {
         self.continue_terminals();
-        self.resume();
         tokio::join!(self.poll(), self.send_heartbeats(), self.renew(), self.reconcile_devices(), self.run_sshd());
         self.tasks.close();
         let drained = tokio::time::timeout(DRAIN_TIMEOUT, self.tasks.wait()).await;
@@ -422,7 +433,7 @@ impl Agent {
     }
 
     fn replace_identity(&self, identity: AgentIdentity) -> Result<(), ClientError> {
-        let api = NodeApiClient::with_identity(&self.config, &identity)?;
+        let api = NodeApiClient::with_identity(&self.config, &identity, &self.clock)?;
         *self.session.write().unwrap_or_else(PoisonError::into_inner) =
             Session { api, identity, since: Instant::now() };
         Ok(())

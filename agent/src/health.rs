@@ -18,6 +18,7 @@ use crate::config::AgentConfig;
 use crate::gpu_probe::{GpuError, GpuSurvey};
 use crate::gpus::Gpus;
 use crate::integrity::{self, IntegrityMonitor};
+use crate::server_clock::ServerClock;
 use crate::system_executor::{Settings, device_guard};
 use crate::unproved_gpus;
 
@@ -110,10 +111,10 @@ impl HealthMonitor {
     }
 
     /// Observes the machine. Takes no longer than a moment, whatever the driver does. `known` are conditions that others have observed.
-    pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock_skew: Option<i64>, known: Vec<Condition>) -> Observation {
+    pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock: &ServerClock, known: Vec<Condition>) -> Observation {
         let survey = self.survey(gpus).await;
-        let now = Utc::now();
-        let mut conditions = self.machine.observed(clock_skew);
+        let now = clock.now();
+        let mut conditions = self.machine.observed(clock.offset());
         conditions.extend(known);
         let watched = self.integrity.as_ref().map(|integrity| integrity.conditions());
         conditions.extend(watched.clone().flatten().unwrap_or_default());
@@ -255,7 +256,7 @@ fn xid_key(gpu_uuid: Option<String>, xid: u64) -> FindingKey {
     FindingKey { probe: "xid", gpu_uuid, code: xid.to_string() }
 }
 
-/// When the machine was booted, by its clock at this moment.
+/// When the machine was booted, if this is the time.
 fn booted_at(now: DateTime<Utc>) -> Option<DateTime<Utc>> {
     let text = atomic_file::read_if_there(Path::new("/proc/uptime")).ok()??;
     let seconds: f64 = text.split_whitespace().next()?.parse().ok()?;
@@ -302,17 +303,17 @@ mod tests {
         let compared = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(Some(found.to_vec()))));
         let reported = |observed: Observation| observed.findings.into_iter().map(|it| it.code).collect::<Vec<_>>();
         let mut monitored = compared;
-        assert_eq!(reported(monitored.observe(&no_gpus(), None, Vec::new()).await), ["altered", "sudoers"]);
+        assert_eq!(reported(monitored.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await), ["altered", "sudoers"]);
         // The next agent, whose first comparison takes longer than its heartbeats.
         let mut next = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(None)));
         for _ in 0..9 {
-            assert_eq!(reported(next.observe(&no_gpus(), None, Vec::new()).await), ["altered", "sudoers"]);
+            assert_eq!(reported(next.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await), ["altered", "sudoers"]);
         }
         next.integrity = Some(IntegrityMonitor::with_conditions(Some(Vec::new())));
         for _ in 0..9 {
-            next.observe(&no_gpus(), None, Vec::new()).await;
+            next.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await;
         }
-        assert_eq!(reported(next.observe(&no_gpus(), None, Vec::new()).await), Vec::<String>::new());
+        assert_eq!(reported(next.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await), Vec::<String>::new());
     }
 
     #[tokio::test]
@@ -323,10 +324,10 @@ mod tests {
             IntegrityMonitor::with_conditions(Some(vec![found]))
         };
         let mut monitored = monitor(folder.path(), Some(occurred("first")));
-        monitored.observe(&no_gpus(), None, Vec::new()).await;
+        monitored.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await;
         let second = occurred("second");
         monitored.integrity = Some(Arc::clone(&second));
-        monitored.observe(&no_gpus(), None, Vec::new()).await;
+        monitored.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await;
         let accepted = |boot_id: Uuid, count: u64| AcceptedFinding {
             probe: "privilege".into(),
             code: "setuid".into(),

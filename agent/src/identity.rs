@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use ed25519_dalek::SigningKey;
 use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
 use ed25519_dalek::pkcs8::{DecodePrivateKey as _, EncodePrivateKey as _};
@@ -24,6 +24,9 @@ use x509_parser::extensions::{GeneralName, ParsedExtension};
 
 use crate::atomic_file::{self, FileError};
 use crate::config::AgentConfig;
+
+/// A certificate may begin so long after its arrival: the clocks of replicas differ.
+const ISSUE_TOLERANCE: TimeDelta = TimeDelta::minutes(1);
 
 /// A valid certificate and its key.
 #[derive(Debug, Clone)]
@@ -50,6 +53,12 @@ impl AgentIdentity {
     #[must_use]
     pub fn is_in_force(&self, now: DateTime<Utc>) -> bool {
         self.not_before <= now && !self.is_expired(now)
+    }
+
+    /// Whether it was not valid when it arrived: another one would not be either.
+    #[must_use]
+    pub fn came_invalid(&self) -> bool {
+        self.taken_at.is_some_and(|at| self.is_expired(at) || self.not_before - at > ISSUE_TOLERANCE)
     }
 
     /// When to renew: after half of its lifetime and up to a tenth of it more. `chance` is uniform in `0.0..1.0`.
@@ -227,11 +236,16 @@ impl IdentityStore {
         Ok(pending)
     }
 
-    /// Stores the certificate that was requested with `pending`.
+    /// Stores the certificate that was requested with `pending`, and arrived `now`.
     ///
     /// # Errors
     /// [`IdentityError::ForeignCertificate`] when it is for another key or node; the old identity is then unchanged.
-    pub fn commit(&self, pending: &PendingKey, answer: &EnrollAnswer) -> Result<AgentIdentity, IdentityError> {
+    pub fn commit(
+        &self,
+        pending: &PendingKey,
+        answer: &EnrollAnswer,
+        now: DateTime<Utc>,
+    ) -> Result<AgentIdentity, IdentityError> {
         let foreign = |why| IdentityError::ForeignCertificate { why };
         let chain = joined(&answer.certificate_pem, &answer.chain_pem);
         let certificate = self.parse(&chain).map_err(|_| foreign("it does not parse"))?;
@@ -248,7 +262,7 @@ impl IdentityStore {
             self.store_node_cas(bundle)?;
         }
         atomic_file::write_atomically(&self.cert, chain.as_bytes(), atomic_file::PUBLIC)?;
-        Ok(AgentIdentity { taken_at: Some(Utc::now()), ..self.finish(pending, chain, &certificate)? })
+        Ok(AgentIdentity { taken_at: Some(now), ..self.finish(pending, chain, &certificate)? })
     }
 
     /// Stores the authorities that issue nodes' certificates.
@@ -466,7 +480,7 @@ mod tests {
         let store = store_in(folder.path());
         assert!(store.load().unwrap().is_none());
         let pending = store.pending_enrollment(&SecretToken::new("t")).unwrap();
-        let identity = store.commit(&pending, &answer(&pending.csr_pem, NODE)).unwrap();
+        let identity = store.commit(&pending, &answer(&pending.csr_pem, NODE), Utc::now()).unwrap();
         let loaded = store.load().unwrap().unwrap();
         assert_eq!(loaded.certificate_chain_pem, identity.certificate_chain_pem);
         assert_eq!(store.recovery().unwrap().unwrap().identity_generation, 1);
@@ -490,7 +504,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
         let first = store.pending_enrollment(&SecretToken::new("t")).unwrap();
-        store.commit(&first, &answer(&first.csr_pem, NODE)).unwrap();
+        store.commit(&first, &answer(&first.csr_pem, NODE), Utc::now()).unwrap();
         let old_key = std::fs::read(&store.key).unwrap();
 
         let renewal = store.pending_renewal().unwrap();
@@ -510,7 +524,7 @@ mod tests {
         let other = store.pending_enrollment(&SecretToken::new("other")).unwrap();
         let pending = store.pending_enrollment(&SecretToken::new("t")).unwrap();
         for sent in [answer(&other.csr_pem, NODE), answer(&pending.csr_pem, Uuid::from_u128(6))] {
-            let refused = store.commit(&pending, &sent);
+            let refused = store.commit(&pending, &sent, Utc::now());
             assert!(matches!(refused, Err(IdentityError::ForeignCertificate { .. })));
         }
         assert!(store.load().unwrap().is_none());
@@ -521,7 +535,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
         let pending = store.pending_enrollment(&SecretToken::new("t")).unwrap();
-        store.commit(&pending, &answer(&pending.csr_pem, NODE)).unwrap();
+        store.commit(&pending, &answer(&pending.csr_pem, NODE), Utc::now()).unwrap();
         std::fs::write(&store.key, KeyPair::generate().unwrap().serialize_pem()).unwrap();
         assert!(matches!(store.load(), Err(IdentityError::KeyMismatch { .. })));
         // What the reissue's restart command does.

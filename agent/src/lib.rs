@@ -26,6 +26,7 @@ pub mod node_api_client;
 pub mod process_attributes;
 pub mod reservations;
 pub mod sandbox;
+pub mod server_clock;
 pub mod service_manager;
 pub mod simulated_faults;
 pub mod ssh;

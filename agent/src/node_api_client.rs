@@ -1,5 +1,6 @@
 //! The client of the node API: TLS to the bundle's CA only, with the node's certificate as client identity.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,8 +8,9 @@ use chrono::{DateTime, Utc};
 use reqwest::header::{CONTENT_TYPE, DATE, HeaderMap, RETRY_AFTER};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{AlertDescription, ClientConfig, RootCertStore};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
+use rustls::time_provider::TimeProvider;
+use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore};
 use secrecy::ExposeSecret as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -22,6 +24,9 @@ use wire::task::{ResultAnswer, SignedEnvelope, TaskOrigin, TaskResult};
 
 use crate::config::AgentConfig;
 use crate::identity::AgentIdentity;
+use crate::server_clock::{ServerClock, TimeBounds, since_boot};
+
+mod clock_correction;
 
 /// Every response of the control plane has it.
 pub const CORRELATION_ID: &str = "x-correlation-id";
@@ -31,6 +36,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 /// What a long poll may take beyond its requested timeout.
 const WAIT_MARGIN: Duration = Duration::from_secs(10);
+/// The resolution of the header `Date`.
+const DATE_STEP: Duration = Duration::from_secs(1);
 /// The longest response body that is read.
 const MAX_RESPONSE_BYTES: usize = 4 * 1024 * 1024;
 
@@ -41,6 +48,9 @@ pub struct NodeApiClient {
     base: String,
     /// Unique for each client, and so for each certificate.
     made: Uuid,
+    /// The bundle's CA, PEM.
+    authorities_pem: Arc<str>,
+    clock: ServerClock,
 }
 
 /// A task as received.
@@ -57,6 +67,13 @@ pub enum NodeApiError {
         "the control plane's certificate is refused: it does not chain to the bootstrap bundle's CA, or is for another host"
     )]
     Untrusted(#[source] reqwest::Error),
+    #[error("the control plane's certificate {validity}: {why}")]
+    CertificateTime {
+        validity: CertificateValidity,
+        why: TimeDoubt,
+        #[source]
+        source: reqwest::Error,
+    },
     #[error("the node's certificate is not taken: its authority is not trusted, or it has ended")]
     CertificateRefused(#[source] reqwest::Error),
     #[error("the control plane could not be reached")]
@@ -65,6 +82,72 @@ pub enum NodeApiError {
     Refused { status: StatusCode, error: Option<ErrorEnvelope>, retry_after: Option<Duration> },
     #[error("the control plane's answer is not understood: {why}")]
     Unreadable { why: String },
+}
+
+/// Which end of a certificate's validity it is beyond.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateValidity {
+    /// `None` where TLS does not say when.
+    EndedAt(Option<DateTime<Utc>>),
+    BeginsAt(Option<DateTime<Utc>>),
+}
+
+impl CertificateValidity {
+    /// What the verification says, if it is about time alone.
+    fn of(error: &CertificateError) -> Option<Self> {
+        let time = |at: UnixTime| DateTime::from_timestamp(i64::try_from(at.as_secs()).ok()?, 0);
+        match error {
+            CertificateError::Expired => Some(Self::EndedAt(None)),
+            CertificateError::ExpiredContext { not_after, .. } => Some(Self::EndedAt(time(*not_after))),
+            CertificateError::NotValidYet => Some(Self::BeginsAt(None)),
+            CertificateError::NotValidYetContext { not_before, .. } => Some(Self::BeginsAt(time(*not_before))),
+            _ => None,
+        }
+    }
+
+    /// The moment within the validity that is nearest to the time of the verification.
+    fn nearest(self) -> Option<DateTime<Utc>> {
+        let (Self::EndedAt(at) | Self::BeginsAt(at)) = self;
+        at
+    }
+}
+
+impl fmt::Display for CertificateValidity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::EndedAt(Some(at)) => write!(f, "ended at {at}"),
+            Self::EndedAt(None) => f.write_str("has ended"),
+            Self::BeginsAt(Some(at)) => write!(f, "is valid from {at} on"),
+            Self::BeginsAt(None) => f.write_str("is not valid yet"),
+        }
+    }
+}
+
+/// Why the control plane's certificate is not verified at another time than the node's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TimeDoubt {
+    /// There is no answer that has the control plane's time.
+    NoTime,
+    /// It is not valid by the control plane's own time.
+    ByServerTime(DateTime<Utc>),
+    /// The answer's time is before the last one that this node has known.
+    TooEarly { server: DateTime<Utc>, last: DateTime<Utc> },
+}
+
+impl fmt::Display for TimeDoubt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoTime => f.write_str("the control plane has not answered with its time"),
+            Self::ByServerTime(at) => {
+                write!(f, "it is not valid by the control plane's own time either, {at}; replace it")
+            }
+            Self::TooEarly { server, last } => write!(
+                f,
+                "the control plane's time, {server}, is before the last one that this node has known, {last}; set this machine's clock \
+                 by a time service (chrony or systemd-timesyncd)"
+            ),
+        }
+    }
 }
 
 fn describe(error: Option<&ErrorEnvelope>) -> String {
@@ -80,7 +163,11 @@ impl NodeApiError {
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused { retry_after, .. } => *retry_after,
-            Self::Untrusted(_) | Self::CertificateRefused(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+            Self::Untrusted(_)
+            | Self::CertificateTime { .. }
+            | Self::CertificateRefused(_)
+            | Self::Unreachable(_)
+            | Self::Unreadable { .. } => None,
         }
     }
 
@@ -89,7 +176,11 @@ impl NodeApiError {
     pub fn status(&self) -> Option<StatusCode> {
         match self {
             Self::Refused { status, .. } => Some(*status),
-            Self::Untrusted(_) | Self::CertificateRefused(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+            Self::Untrusted(_)
+            | Self::CertificateTime { .. }
+            | Self::CertificateRefused(_)
+            | Self::Unreachable(_)
+            | Self::Unreadable { .. } => None,
         }
     }
 
@@ -98,6 +189,7 @@ impl NodeApiError {
     pub fn code(&self) -> &str {
         match self {
             Self::Untrusted(_) => "tls_untrusted",
+            Self::CertificateTime { .. } => "server_certificate_time",
             Self::CertificateRefused(_) => "certificate_refused",
             Self::Unreachable(_) => "unreachable",
             Self::Refused { error, .. } => error.as_ref().map_or("refused", |error| &error.code),
@@ -121,6 +213,7 @@ impl NodeApiError {
             }
             Self::Refused { .. }
             | Self::Untrusted(_)
+            | Self::CertificateTime { .. }
             | Self::CertificateRefused(_)
             | Self::Unreachable(_)
             | Self::Unreadable { .. } => false,
@@ -139,7 +232,11 @@ impl NodeApiError {
                 error.code == INVALID_NODE_IDENTITY
                     && error.reason().is_some_and(|reason| of_the_certificate.contains(&reason))
             }
-            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+            Self::Refused { .. }
+            | Self::Untrusted(_)
+            | Self::CertificateTime { .. }
+            | Self::Unreachable(_)
+            | Self::Unreadable { .. } => false,
         }
     }
 
@@ -166,6 +263,7 @@ impl NodeApiError {
             }
             Self::Refused { .. }
             | Self::Untrusted(_)
+            | Self::CertificateTime { .. }
             | Self::CertificateRefused(_)
             | Self::Unreachable(_)
             | Self::Unreadable { .. } => false,
@@ -189,39 +287,31 @@ impl NodeApiClient {
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn anonymous(config: &AgentConfig) -> Result<Self, ClientError> {
-        Self::build(config, tls_of(&config.ca_bundle_pem)?)
+    pub fn anonymous(config: &AgentConfig, clock: &ServerClock) -> Result<Self, ClientError> {
+        Self::build(config, tls_of(&config.ca_bundle_pem, clock)?, clock)
     }
 
     /// A client that authenticates as the node.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn with_identity(config: &AgentConfig, identity: &AgentIdentity) -> Result<Self, ClientError> {
-        Self::build(config, tls_as_node(config, identity)?)
+    pub fn with_identity(
+        config: &AgentConfig,
+        identity: &AgentIdentity,
+        clock: &ServerClock,
+    ) -> Result<Self, ClientError> {
+        Self::build(config, tls_as_node(config, identity, clock)?, clock)
     }
 
-    fn build(config: &AgentConfig, mut tls: ClientConfig) -> Result<Self, ClientError> {
-        tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        let client = Client::builder()
-            .tls_backend_preconfigured(tls)
-            // The node calls this one host only: no proxy from the environment, no redirects.
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .connect_timeout(CONNECT_TIMEOUT)
-            .timeout(RESPONSE_TIMEOUT)
-            // Detects a dead replica while a long poll waits on it.
-            .tcp_keepalive(Duration::from_secs(15))
-            .http2_keep_alive_interval(Duration::from_secs(10))
-            .http2_keep_alive_timeout(Duration::from_secs(5))
-            .http2_keep_alive_while_idle(true)
-            .user_agent(concat!("gpuaas-agent/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .map_err(ClientError::Client)?;
-        let base = format!("{}/internal/v1/nodes/{}", config.api_url, config.node_id);
-        Ok(Self { client, base, made: Uuid::new_v4() })
+    fn build(config: &AgentConfig, tls: ClientConfig, clock: &ServerClock) -> Result<Self, ClientError> {
+        Ok(Self {
+            client: http_client(tls)?,
+            base: format!("{}/internal/v1/nodes/{}", config.api_url, config.node_id),
+            made: Uuid::new_v4(),
+            authorities_pem: config.ca_bundle_pem.as_str().into(),
+            clock: clock.clone(),
+        })
     }
-
     /// Whether both present the same certificate, or both none.
     #[must_use]
     pub fn has_same_certificate(&self, other: &Self) -> bool {
@@ -241,7 +331,12 @@ impl NodeApiClient {
     /// # Errors
     /// [`NodeApiError`].
     pub async fn nonce(&self) -> Result<NonceAnswer, NodeApiError> {
-        read(send(self.request(Method::GET, "recover/nonce")).await?).await
+        let requested_at = since_boot();
+        let answer: NonceAnswer = read(self.send(self.request(Method::GET, "recover/nonce")).await?).await?;
+        if let Some(server_time) = answer.server_time {
+            self.clock.learn(server_time, requested_at);
+        }
+        Ok(answer)
     }
 
     /// Requests the next identity with the spent token and the recovery key.
@@ -266,9 +361,9 @@ impl NodeApiClient {
     /// # Errors
     /// [`NodeApiError`] where there is no response.
     pub async fn server_time(&self) -> Result<Option<DateTime<Utc>>, NodeApiError> {
-        let response = self.client.get(&self.base).send().await.map_err(transport_error)?;
-        let time = header(response.headers(), DATE.as_str());
-        Ok(time.and_then(|time| Some(DateTime::parse_from_rfc2822(&time).ok()?.with_timezone(&Utc))))
+        let requested_at = since_boot();
+        let response = self.attempt(self.client.get(&self.base)).await?;
+        Ok(date_bounds(response.headers(), requested_at).map(|bounds| bounds.earliest))
     }
 
     /// Long-polls up to `timeout_seconds` (1 to 55) for a task. `session` identifies this process: a task that was dispatched to it is
@@ -280,7 +375,7 @@ impl NodeApiClient {
         let within = Duration::from_secs(u64::from(timeout_seconds)) + WAIT_MARGIN;
         let query = [("timeout_seconds", timeout_seconds.to_string()), ("session", session.to_string())];
         let request = self.request(Method::GET, "tasks/wait").query(&query).timeout(within);
-        let response = send(request).await?;
+        let response = self.send(request).await?;
         if response.status() == StatusCode::NO_CONTENT {
             return Ok(None);
         }
@@ -307,7 +402,7 @@ impl NodeApiClient {
                 request = request.header(TRACESTATE, tracestate);
             }
         }
-        read(send(request.json(result)).await?).await
+        read(self.send(request.json(result)).await?).await
     }
 
     /// Sends a heartbeat.
@@ -315,7 +410,10 @@ impl NodeApiClient {
     /// # Errors
     /// [`NodeApiError`].
     pub async fn heartbeat(&self, heartbeat: &Heartbeat) -> Result<HeartbeatAnswer, NodeApiError> {
-        self.post("heartbeat", heartbeat).await
+        let requested_at = since_boot();
+        let answer: HeartbeatAnswer = self.post("heartbeat", heartbeat).await?;
+        self.clock.learn(answer.server_time, requested_at);
+        Ok(answer)
     }
 
     /// Requests a token for the log gateway.
@@ -323,7 +421,7 @@ impl NodeApiClient {
     /// # Errors
     /// [`NodeApiError`].
     pub async fn log_token(&self) -> Result<LogTokenAnswer, NodeApiError> {
-        read(send(self.request(Method::POST, "log-token")).await?).await
+        read(self.send(self.request(Method::POST, "log-token")).await?).await
     }
 
     /// Uploads a chunk of a terminal session's recording.
@@ -338,7 +436,7 @@ impl NodeApiClient {
     ) -> Result<ChunkAnswer, NodeApiError> {
         let path = format!("terminals/{session_id}/recording/{seq}");
         let request = self.request(Method::PUT, &path).header(CONTENT_TYPE, "application/octet-stream").body(frames);
-        read(send(request).await?).await
+        read(self.send(request).await?).await
     }
 
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
@@ -350,21 +448,79 @@ impl NodeApiClient {
     }
 
     async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, NodeApiError> {
-        read(send(self.request(Method::POST, path).json(body)).await?).await
+        read(self.send(self.request(Method::POST, path).json(body)).await?).await
     }
+
+    async fn send(&self, request: RequestBuilder) -> Result<Response, NodeApiError> {
+        let response = self.attempt(request).await?;
+        let status = response.status();
+        if status.is_success() {
+            return Ok(response);
+        }
+        let retry_after = header(response.headers(), RETRY_AFTER.as_str())
+            .and_then(|text| parse_retry_after(&text, self.clock.now()));
+        let error = body(response).await.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        Err(NodeApiError::Refused { status, error, retry_after })
+    }
+
+    /// The response, whatever its status. A request whose handshake fails by the time alone is sent again once the time is corrected: nothing
+    /// of it has left the machine.
+    async fn attempt(&self, request: RequestBuilder) -> Result<Response, NodeApiError> {
+        let (again, requested_at) = (request.try_clone(), since_boot());
+        let response = match (request.send().await.map_err(transport_error), again) {
+            (Err(refused @ NodeApiError::CertificateTime { .. }), Some(again)) => {
+                self.correct_clock(refused, requested_at).await?;
+                again.send().await.map_err(transport_error)?
+            }
+            (sent, _) => sent?,
+        };
+        if let Some(bounds) = date_bounds(response.headers(), requested_at) {
+            self.clock.learn_date(bounds);
+        }
+        Ok(response)
+    }
+}
+
+fn http_client(mut tls: ClientConfig) -> Result<Client, ClientError> {
+    tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Client::builder()
+        .tls_backend_preconfigured(tls)
+        // The node calls this one host only: no proxy from the environment, no redirects.
+        .no_proxy()
+        .redirect(reqwest::redirect::Policy::none())
+        .connect_timeout(CONNECT_TIMEOUT)
+        .timeout(RESPONSE_TIMEOUT)
+        // Detects a dead replica while a long poll waits on it.
+        .tcp_keepalive(Duration::from_secs(15))
+        .http2_keep_alive_interval(Duration::from_secs(10))
+        .http2_keep_alive_timeout(Duration::from_secs(5))
+        .http2_keep_alive_while_idle(true)
+        .user_agent(concat!("gpuaas-agent/", env!("CARGO_PKG_VERSION")))
+        .build()
+        .map_err(ClientError::Client)
+}
+
+/// What the header `Date` says, if there is one.
+fn date_bounds(headers: &HeaderMap, requested_at: Duration) -> Option<TimeBounds> {
+    let date = DateTime::parse_from_rfc2822(&header(headers, DATE.as_str())?).ok()?.to_utc();
+    Some(TimeBounds::at_arrival(date, DATE_STEP, since_boot().saturating_sub(requested_at)))
 }
 
 /// TLS to the bundle's CA only, with the node's certificate.
 ///
 /// # Errors
 /// [`ClientError`].
-pub fn tls_as_node(config: &AgentConfig, identity: &AgentIdentity) -> Result<ClientConfig, ClientError> {
+pub fn tls_as_node(
+    config: &AgentConfig,
+    identity: &AgentIdentity,
+    clock: &ServerClock,
+) -> Result<ClientConfig, ClientError> {
     let chain = CertificateDer::pem_slice_iter(identity.certificate_chain_pem.as_bytes())
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| ClientError::Identity(error.into()))?;
     let key = PrivateKeyDer::from_pem_slice(identity.key_pem.expose_secret().as_bytes())
         .map_err(|error| ClientError::Identity(error.into()))?;
-    client_config(&config.ca_bundle_pem)?
+    client_config(&config.ca_bundle_pem, Arc::new(clock.clone()))?
         .with_client_auth_cert(chain, key)
         .map_err(|error| ClientError::Identity(error.into()))
 }
@@ -373,12 +529,13 @@ pub fn tls_as_node(config: &AgentConfig, identity: &AgentIdentity) -> Result<Cli
 ///
 /// # Errors
 /// [`ClientError`].
-pub fn tls_of(authorities_pem: &str) -> Result<ClientConfig, ClientError> {
-    Ok(client_config(authorities_pem)?.with_no_client_auth())
+pub fn tls_of(authorities_pem: &str, clock: &ServerClock) -> Result<ClientConfig, ClientError> {
+    Ok(client_config(authorities_pem, Arc::new(clock.clone()))?.with_no_client_auth())
 }
 
 fn client_config(
     authorities_pem: &str,
+    time: Arc<dyn TimeProvider>,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, ClientError> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(authorities_pem.as_bytes()) {
@@ -389,22 +546,10 @@ fn client_config(
         return Err(ClientError::CaBundle(None));
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider)
+    let builder = ClientConfig::builder_with_details(provider, time)
         .with_safe_default_protocol_versions()
         .map_err(|error| ClientError::CaBundle(Some(error)))?;
     Ok(builder.with_root_certificates(roots))
-}
-
-async fn send(request: RequestBuilder) -> Result<Response, NodeApiError> {
-    let response = request.send().await.map_err(transport_error)?;
-    let status = response.status();
-    if status.is_success() {
-        return Ok(response);
-    }
-    let retry_after =
-        header(response.headers(), RETRY_AFTER.as_str()).and_then(|text| parse_retry_after(&text, Utc::now()));
-    let error = body(response).await.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    Err(NodeApiError::Refused { status, error, retry_after })
 }
 
 async fn read<T: DeserializeOwned>(response: Response) -> Result<T, NodeApiError> {
@@ -426,8 +571,11 @@ async fn body(mut response: Response) -> Result<Vec<u8>, NodeApiError> {
 fn transport_error(error: reqwest::Error) -> NodeApiError {
     let mut cause = std::error::Error::source(&error);
     while let Some(inner) = cause {
-        if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
-            return NodeApiError::Untrusted(error);
+        if let Some(rustls::Error::InvalidCertificate(refusal)) = tls_error(inner) {
+            return match CertificateValidity::of(refusal) {
+                Some(validity) => NodeApiError::CertificateTime { validity, why: TimeDoubt::NoTime, source: error },
+                None => NodeApiError::Untrusted(error),
+            };
         }
         if is_certificate_refusal(inner) {
             return NodeApiError::CertificateRefused(error);

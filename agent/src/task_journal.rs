@@ -19,6 +19,7 @@ use uuid::Uuid;
 use wire::task::{OpenTerminal, TASK_TYPES, Task, TaskPayload, TaskResult, TaskStatus};
 
 use crate::atomic_file::{self, FileError};
+use crate::server_clock::ServerClock;
 
 /// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin covers clocks that
 /// are set back.
@@ -114,23 +115,28 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens or creates the journal at `path` and compacts it to what is still needed at `now`.
+    /// Opens or creates the journal at `path`, and compacts it to what is still needed if the control plane's time is known.
     ///
     /// # Errors
     /// [`JournalError`] when it cannot be read, or is corrupt.
-    pub fn open(path: &Path, now: DateTime<Utc>) -> Result<Self, JournalError> {
+    pub fn open(path: &Path, clock: &ServerClock) -> Result<Self, JournalError> {
         let content = atomic_file::read_bytes_if_there(path)?.unwrap_or_default();
         let mut records = read(&content, path)?;
-        records.retain(|_, record| is_needed(record, now));
+        forget(&mut records, clock);
         let file = WriterFile::rewrite(path, &records)?;
         let records = Arc::new(Mutex::new(records));
         let (writer, lines) = mpsc::channel();
-        let shared = Arc::clone(&records);
+        let (shared, clock) = (Arc::clone(&records), clock.clone());
         std::thread::Builder::new()
             .name("journal".to_owned())
-            .spawn(move || write_until_closed(file, &lines, &shared))
+            .spawn(move || write_until_closed(file, &lines, &shared, &clock))
             .map_err(|error| JournalError::Write(Arc::new(error)))?;
         Ok(Self { records, writer })
+    }
+
+    /// Forgets what is over, once the control plane's time is known.
+    pub fn forget_past(&self, clock: &ServerClock) {
+        forget(&mut lock(&self.records), clock);
     }
 
     /// The record of a task.
@@ -162,10 +168,10 @@ impl Journal {
         })
     }
 
-    /// The terminal sessions that were started and whose lifetime is not over.
+    /// The terminal sessions that were started and whose lifetime was not over at that time.
     #[must_use]
-    pub fn terminals_begun(&self, now: DateTime<Utc>) -> Vec<OpenTerminal> {
-        lock(&self.records).values().filter_map(|record| terminal_of(record, now)).cloned().collect()
+    pub fn terminals_begun(&self, at: DateTime<Utc>) -> Vec<OpenTerminal> {
+        lock(&self.records).values().filter_map(|record| terminal_of(record, at)).cloned().collect()
     }
 
     /// Appends a line. Returns when it is written, and durable if an effect depends on it.
@@ -245,6 +251,14 @@ fn apply(records: &mut Records, line: JournalEntry) {
                 record.phase = Phase::Reported(result.clone());
             }
         }
+    }
+}
+
+/// Drops what is over by the control plane's time; nothing while that is not known. By a wrong clock, a task that was executed would be
+/// forgotten and executed again.
+fn forget(records: &mut Records, clock: &ServerClock) {
+    if let Some(now) = clock.known_now() {
+        records.retain(|_, record| is_needed(record, now));
     }
 }
 
@@ -331,7 +345,12 @@ impl WriterFile {
     }
 }
 
-fn write_until_closed(mut file: WriterFile, lines: &mpsc::Receiver<(JournalEntry, Written)>, records: &Mutex<Records>) {
+fn write_until_closed(
+    mut file: WriterFile,
+    lines: &mpsc::Receiver<(JournalEntry, Written)>,
+    records: &Mutex<Records>,
+    clock: &ServerClock,
+) {
     while let Ok(first) = lines.recv() {
         let mut batch = vec![first];
         batch.extend(lines.try_iter().take(BATCH - 1));
@@ -350,17 +369,16 @@ fn write_until_closed(mut file: WriterFile, lines: &mpsc::Receiver<(JournalEntry
                 }
             }
         }
-        compact_if_long(&mut file, records);
+        compact_if_long(&mut file, records, clock);
     }
 }
 
-fn compact_if_long(file: &mut WriterFile, records: &Mutex<Records>) {
+fn compact_if_long(file: &mut WriterFile, records: &Mutex<Records>, clock: &ServerClock) {
     let mut records = lock(records);
     if file.lines < records.len() * 3 + SLACK_LINES {
         return;
     }
-    let now = Utc::now();
-    records.retain(|_, record| is_needed(record, now));
+    forget(&mut records, clock);
     match WriterFile::rewrite(&file.path, &records) {
         Ok(shorter) => *file = shorter,
         // The uncompacted file is equivalent.
@@ -379,6 +397,7 @@ mod tests {
     use wire::task::Release;
 
     use super::*;
+    use crate::server_clock::since_boot;
 
     fn payload(task: u128, attempt: u32, expires_at: DateTime<Utc>) -> TaskPayload {
         TaskPayload {
@@ -402,6 +421,13 @@ mod tests {
             started_at: DateTime::UNIX_EPOCH,
             finished_at: DateTime::UNIX_EPOCH,
         }
+    }
+
+    /// The clock of a node whose control plane has this time.
+    fn clock(now: DateTime<Utc>) -> ServerClock {
+        let clock = ServerClock::unknown();
+        clock.learn(now, since_boot());
+        clock
     }
 
     fn soon() -> DateTime<Utc> {
@@ -429,7 +455,7 @@ mod tests {
     #[tokio::test]
     async fn allocation_in_clean_up_is_never_opened_again() {
         let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
+        let journal = Journal::open(&folder.path().join("journal"), &clock(Utc::now())).unwrap();
         let allocation_id = Uuid::from_u128(9);
         let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
         let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
@@ -444,7 +470,7 @@ mod tests {
     async fn started_terminal_is_remembered_until_its_lifetime_ends() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         let ends_at = Utc::now() + TimeDelta::hours(4);
         for (task, status) in [(1, TaskStatus::Succeeded), (2, TaskStatus::Failed)] {
             let open = OpenTerminal {
@@ -463,7 +489,7 @@ mod tests {
         }
         drop(journal);
         let begun = |now: DateTime<Utc>| {
-            let journal = Journal::open(&path, now).unwrap();
+            let journal = Journal::open(&path, &clock(now)).unwrap();
             journal.terminals_begun(now).iter().map(|open| open.session_id).collect::<Vec<_>>()
         };
         assert_eq!(begun(ends_at - TimeDelta::seconds(1)), [Uuid::from_u128(1)]);
@@ -471,9 +497,29 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn nothing_is_forgotten_until_the_time_of_the_control_plane_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, &ServerClock::unknown()).unwrap();
+        walk(&journal, 1, 1, 4).await;
+        drop(journal);
+        let later = clock(soon() + TimeDelta::days(30));
+        let journal = Journal::open(&path, &ServerClock::unknown()).unwrap();
+        journal.forget_past(&ServerClock::unknown());
+        assert!(journal.record(Uuid::from_u128(1)).is_some(), "by a clock that may be wrong");
+        journal.forget_past(&clock(Utc::now()));
+        assert!(journal.record(Uuid::from_u128(1)).is_some(), "it is not over");
+        journal.forget_past(&later);
+        assert_eq!(journal.record(Uuid::from_u128(1)), None);
+        drop(journal);
+        let journal = Journal::open(&path, &later).unwrap();
+        assert_eq!(journal.record(Uuid::from_u128(1)), None);
+    }
+
+    #[tokio::test]
     async fn allocation_is_released_from_its_successful_clean_up_on() {
         let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
+        let journal = Journal::open(&folder.path().join("journal"), &clock(Utc::now())).unwrap();
         let allocation_id = Uuid::from_u128(9);
         let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
         let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
@@ -489,14 +535,14 @@ mod tests {
     async fn each_phase_survives_a_restart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         for steps in 1..=4 {
             walk(&journal, steps as u128, 1, steps).await;
         }
         drop(journal);
         // Twice: the second time from the rewritten file.
         for _ in 0..2 {
-            let journal = Journal::open(&path, Utc::now()).unwrap();
+            let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
             assert_eq!(phase(&journal, 1), Phase::Accepted);
             assert_eq!(phase(&journal, 2), Phase::Started);
             assert_eq!(phase(&journal, 3), Phase::Done(result(1)));
@@ -509,14 +555,14 @@ mod tests {
     async fn journal_truncated_anywhere_opens_to_a_prefix() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 4).await;
         drop(journal);
         let whole = fs::read(&path).unwrap();
         let mut phases = Vec::new();
         for length in 0..=whole.len() {
             fs::write(&path, &whole[..length]).unwrap();
-            let journal = Journal::open(&path, Utc::now()).unwrap();
+            let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
             phases.push(match journal.record(Uuid::from_u128(1)).map(|record| record.phase) {
                 None => 0,
                 Some(Phase::Accepted) => 1,
@@ -534,10 +580,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         fs::write(&path, "{\"event\":\"acc").unwrap();
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 2).await;
         drop(journal);
-        assert_eq!(phase(&Journal::open(&path, Utc::now()).unwrap(), 1), Phase::Started);
+        assert_eq!(phase(&Journal::open(&path, &clock(Utc::now())).unwrap(), 1), Phase::Started);
     }
 
     #[test]
@@ -545,13 +591,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         fs::write(&path, "nonsense\n{}\n").unwrap();
-        assert!(matches!(Journal::open(&path, Utc::now()), Err(JournalError::Damaged { line: 1, .. })));
+        assert!(matches!(Journal::open(&path, &clock(Utc::now())), Err(JournalError::Damaged { line: 1, .. })));
     }
 
     #[tokio::test]
     async fn later_attempt_replaces_an_earlier_one_and_not_vice_versa() {
         let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
+        let journal = Journal::open(&folder.path().join("journal"), &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 2).await;
         walk(&journal, 1, 2, 2).await;
         // The first attempt ends late.
@@ -566,11 +612,11 @@ mod tests {
     async fn only_tasks_that_may_be_resent_are_remembered() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 4).await;
         walk(&journal, 2, 1, 3).await;
         drop(journal);
-        let journal = Journal::open(&path, soon() + TimeDelta::hours(1)).unwrap();
+        let journal = Journal::open(&path, &clock(soon() + TimeDelta::hours(1))).unwrap();
         assert_eq!(journal.record(Uuid::from_u128(1)), None);
         // Its result was never delivered.
         assert_eq!(phase(&journal, 2), Phase::Done(result(1)));
@@ -580,7 +626,7 @@ mod tests {
     async fn update_in_progress_is_remembered_until_its_outcome() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         let digest = wire::package::Digest::of(b"new");
         let update = Task::UpdateAgent(wire::task::UpdateAgent { digest, force: false, commit_seconds: 3600 });
         let payload = TaskPayload { task: update, ..payload(1, 1, soon()) };
@@ -588,7 +634,7 @@ mod tests {
         journal.append(JournalEntry::Accepted { payload }).await.unwrap();
         journal.append(JournalEntry::Started { task_id, attempt: 1, at: Utc::now() }).await.unwrap();
         drop(journal);
-        let journal = Journal::open(&path, soon() + TimeDelta::days(30)).unwrap();
+        let journal = Journal::open(&path, &clock(soon() + TimeDelta::days(30))).unwrap();
         assert_eq!(phase(&journal, 1), Phase::Started);
     }
 
@@ -596,7 +642,7 @@ mod tests {
     async fn tasks_of_a_newer_agent_do_not_stop_the_one_that_is_put_back() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 2).await;
         walk(&journal, 2, 1, 2).await;
         drop(journal);
@@ -610,19 +656,19 @@ mod tests {
         let text: String = text.lines().map(|line| newer(line) + "\n").collect();
         assert!(text.contains("node.sing"), "{text}");
         fs::write(&path, &text).unwrap();
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         assert_eq!((phase(&journal, 1), journal.record(Uuid::from_u128(2))), (Phase::Started, None));
         drop(journal);
         // A type that this agent knows is damage all the same.
         fs::write(&path, text.replace("node.sing", "node.reboot")).unwrap();
-        assert!(matches!(Journal::open(&path, Utc::now()), Err(JournalError::Damaged { .. })));
+        assert!(matches!(Journal::open(&path, &clock(Utc::now())), Err(JournalError::Damaged { .. })));
     }
 
     #[tokio::test]
     async fn long_journal_is_compacted_while_in_use() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
-        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 1).await;
         let line = JournalEntry::Accepted { payload: payload(1, 1, soon()) };
         for _ in 0..SLACK_LINES + 10 {

@@ -19,7 +19,6 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use chrono::Utc;
 use futures::StreamExt as _;
 use tokio::process::Child;
 use tokio::sync::{Semaphore, mpsc};
@@ -33,6 +32,7 @@ use wire::terminal::RETAINED_OUTPUT;
 
 use crate::executor::TaskFailure;
 use crate::process_attributes;
+use crate::server_clock::ServerClock;
 use crate::service_manager::ServiceManager;
 use output::OutputBuffer;
 use pty::PtyMaster;
@@ -105,6 +105,7 @@ pub struct TerminalSessions {
     live: LiveSessions,
     spools: Spools,
     store: SessionStore,
+    clock: ServerClock,
     sends: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -112,9 +113,15 @@ pub struct TerminalSessions {
 
 impl TerminalSessions {
     #[must_use]
-    pub fn new(spools: Spools, manager: Arc<ServiceManager>, tasks: TaskTracker, stop: CancellationToken) -> Self {
+    pub fn new(
+        spools: Spools,
+        manager: Arc<ServiceManager>,
+        clock: ServerClock,
+        tasks: TaskTracker,
+        stop: CancellationToken,
+    ) -> Self {
         let (store, sends) = (SessionStore::new(manager), Arc::new(Semaphore::new(CONCURRENT_UPLOADS)));
-        Self { live: Arc::default(), spools, store, sends, tasks, stop }
+        Self { live: Arc::default(), spools, store, clock, sends, tasks, stop }
     }
 
     /// Continues the sessions that an earlier process of the agent left, and returns which these are. To be called before any session is
@@ -194,7 +201,7 @@ impl TerminalSessions {
         shell: &ShellCommand,
         transport: Arc<dyn TerminalTransport>,
     ) -> Result<(), TaskFailure> {
-        if task.ends_at <= Utc::now() {
+        if task.ends_at <= self.clock.now() {
             return Err(TaskFailure::new("terminal_over", "the session's lifetime is over"));
         }
         let slot = SessionSlot::take(self, task.session_id, task.allocation_id)?;
@@ -249,7 +256,7 @@ impl TerminalSessions {
         upload: Upload,
         transport: Arc<dyn TerminalTransport>,
     ) {
-        let left = (task.ends_at - Utc::now()).to_std().unwrap_or_default();
+        let left = (task.ends_at - self.clock.now()).to_std().unwrap_or_default();
         let (to_session, from_stream) = mpsc::channel(INBOUND_QUEUE);
         let (to_stream, from_session) = mpsc::channel(OUTBOUND_QUEUE);
         let over = CancellationToken::new();
@@ -307,7 +314,7 @@ impl TerminalSessions {
     /// Reports the sessions that an earlier process of the agent started as lost.
     pub async fn report_lost(&self, sessions: Vec<OpenTerminal>, transport: &dyn TerminalTransport) {
         let say = |session: OpenTerminal| async move {
-            let until = tokio::time::Instant::now() + (session.ends_at - Utc::now()).to_std().unwrap_or_default();
+            let until = tokio::time::Instant::now() + (session.ends_at - self.clock.now()).to_std().unwrap_or_default();
             stream::report_lost(session.session_id, transport, until).await;
         };
         let all = futures::stream::iter(sessions).for_each_concurrent(CONCURRENT_LOST_REPORTS, say);

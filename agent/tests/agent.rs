@@ -7,6 +7,7 @@ mod handover;
 mod protocol_generations;
 mod proxy_pages;
 mod skipped_tests;
+mod wrong_clock;
 
 use std::time::Duration;
 

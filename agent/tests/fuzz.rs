@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use agent::server_clock::ServerClock;
 use agent::task_journal::{Journal, JournalEntry, JournalError, ReportOutcome, TaskRecord};
 use chrono::{DateTime, TimeDelta, Utc};
 use std::path::Path;
@@ -60,7 +61,7 @@ fn lines_of(input: &[u8]) -> Vec<String> {
 /// The records of a journal with this content.
 fn records(path: &Path, content: &[u8]) -> Result<Vec<Option<TaskRecord>>, JournalError> {
     std::fs::write(path, content).unwrap();
-    let journal = Journal::open(path, now())?;
+    let journal = Journal::open(path, &ServerClock::unknown())?;
     Ok((0..TASKS).map(|task| journal.record(Uuid::from_u128(task))).collect())
 }
 

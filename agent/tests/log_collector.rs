@@ -12,11 +12,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use chrono::TimeDelta;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use wire::bundle::BootstrapBundle;
 
-use fake_control_plane::{FakeControlPlane, SpawnedAgent, enrolled, eventually};
+use fake_control_plane::{FakeControlPlane, SpawnedAgent, enrolled_at, eventually};
 
 const MIB: u64 = 1 << 20;
 /// The smallest bound that can be set.
@@ -50,7 +51,11 @@ struct LoggingNode {
 
 impl LoggingNode {
     async fn start() -> Self {
-        let (fake, folder, agent) = enrolled(&[]).await;
+        Self::start_at(FakeControlPlane::start().await).await
+    }
+
+    async fn start_at(fake: FakeControlPlane) -> Self {
+        let (fake, folder, agent) = enrolled_at(fake, &[]).await;
         let bundle = fake.bundle(folder.path());
         let programs = folder.path().join("programs");
         fs::create_dir(&programs).unwrap();
@@ -296,4 +301,21 @@ async fn lines_of_the_last_boot_that_were_not_read_are_collected() {
     let _collector = node.collect();
     node.expect_accepted(9).await;
     assert_eq!(node.accepted(), (1..=9).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn collector_on_a_machine_with_a_wrong_clock_pushes_by_the_control_planes_time() {
+    for ahead in [TimeDelta::days(3650), TimeDelta::hours(24), -TimeDelta::hours(25), -TimeDelta::days(3650)] {
+        let validity = (-TimeDelta::hours(6), TimeDelta::hours(6));
+        let mut node = LoggingNode::start_at(FakeControlPlane::start_ahead(ahead, validity).await).await;
+        node.write(1, 100);
+        let collector = node.collect();
+        node.expect_settled(1).await;
+        drop(collector);
+        // Nothing is known of the time but what the answers say.
+        fs::remove_file(node.folder.path().join("state/server_time.json")).unwrap();
+        node.write(1, 100);
+        let _collector = node.collect();
+        node.expect_accepted(2).await;
+    }
 }

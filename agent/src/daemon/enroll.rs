@@ -19,12 +19,14 @@ use crate::config::AgentConfig;
 use crate::full_jitter::Backoff;
 use crate::identity::{AgentIdentity, IdentityStore, PendingKey};
 use crate::node_api_client::{NodeApiClient, NodeApiError};
+use crate::server_clock::ServerClock;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 
 /// A node without a valid identity.
 pub(super) struct Applicant<'a> {
     pub(super) config: &'a AgentConfig,
+    pub(super) clock: &'a ServerClock,
     pub(super) identities: &'a IdentityStore,
     pub(super) recovery_key: &'a SigningKey,
     pub(super) boot_id: Uuid,
@@ -69,7 +71,7 @@ impl Applicant<'_> {
     /// same in every attempt, so that a lost answer is answered again.
     pub(super) async fn apply(&self, first: EnrollmentMethod) -> Result<IssuedIdentity, Fatal> {
         let token = self.config.enrollment_token.as_ref().ok_or(Fatal::NoEnrollmentToken)?;
-        let api = NodeApiClient::anonymous(self.config)?;
+        let api = NodeApiClient::anonymous(self.config, self.clock)?;
         let (method, (pending, answer)) = match self.request_until_final(first, &api, token).await? {
             Ok(answered) => (first, answered),
             Err(refused) if refused.status() == Some(StatusCode::UNAUTHORIZED) => {
@@ -80,7 +82,16 @@ impl Applicant<'_> {
             }
             Err(refused) => return Err(Fatal::EnrollmentRefused(refused)),
         };
-        let identity = self.identities.commit(&pending, &answer)?;
+        let identity = self.identities.commit(&pending, &answer, self.clock.now())?;
+        if identity.came_invalid() {
+            warn!(
+                error_code = "certificate_invalid",
+                certificate_not_before = %identity.not_before,
+                certificate_not_after = %identity.not_after,
+                "the control plane has issued a certificate that is not valid by its own time; it is used all the same, and not replaced \
+                 before an hour"
+            );
+        }
         info!(
             identity_generation = answer.recovery.identity_generation,
             recoveries_left = answer.recovery.remaining,

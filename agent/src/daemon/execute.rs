@@ -22,6 +22,7 @@ use crate::diagnostics;
 use crate::executor::{Executor, TaskFailure, TaskOutput};
 use crate::full_jitter::Backoff;
 use crate::node_api_client::NodeApiError;
+use crate::server_clock::ServerClock;
 use crate::task_journal::{JournalEntry, Phase, ReportOutcome};
 use crate::task_plan::{TaskPlan, plan};
 
@@ -58,7 +59,7 @@ impl Agent {
                     info!("a result from before the restart is sent again");
                     self.spawn_report(payload.task_id, result, origin);
                 }
-                TaskPlan::Execute if payload.expires_at <= Utc::now() => {
+                TaskPlan::Execute if payload.expires_at <= self.clock.now() => {
                     warn!(error_code = "task_expired", "the task expired before its end; the control plane decides");
                 }
                 TaskPlan::Execute => {
@@ -135,7 +136,7 @@ impl Agent {
             | Task::UpdateAgent(_) => None,
         };
         let unknown = || Err(TaskFailure::new("outcome_unknown", "the agent ended while the task was in progress"));
-        let now = Utc::now();
+        let now = self.clock.now();
         let result = outcome(&payload, known.unwrap_or_else(unknown), now, now);
         let agent = Arc::clone(self);
         self.tasks.spawn(
@@ -168,7 +169,7 @@ impl Agent {
         if self.stop.is_cancelled() {
             return None;
         }
-        let started_at = Utc::now();
+        let started_at = self.clock.now();
         if started_at >= payload.expires_at {
             warn!(error_code = "task_expired", "the task expired while it waited, and is not begun");
             return None;
@@ -179,7 +180,7 @@ impl Agent {
         }
         info!("task started");
         let done = self.do_task(payload).await?;
-        let result = outcome(payload, done, started_at, Utc::now());
+        let result = outcome(payload, done, started_at, self.clock.now());
         if !self.append_to_journal(JournalEntry::Done { task_id, result: result.clone() }).await {
             return None;
         }
@@ -222,6 +223,7 @@ impl Agent {
             attempt: payload.attempt,
             boot_id: self.boot_id,
             key: self.recovery_key.clone(),
+            clock: self.clock.clone(),
         };
         let done: Box<dyn FnOnce() -> Result<Effect, TaskFailure> + Send> = match payload.task.clone() {
             Task::Provision(provision) => Box::new(move || executor.provision(&provision).map(Effect::plain)),
@@ -294,7 +296,7 @@ impl Agent {
                 }
             }
         };
-        self.append_to_journal(JournalEntry::Reported { task_id, attempt, ended, at: Utc::now() }).await;
+        self.append_to_journal(JournalEntry::Reported { task_id, attempt, ended, at: self.clock.now() }).await;
     }
 
     /// A session may have ended before its beginning is reported, keys may have changed again, and an allocation may have been released
@@ -345,8 +347,7 @@ fn reboot_outcome(task: &Reboot, boot_id: Uuid) -> Option<Result<Effect, TaskFai
 }
 
 /// The result of a task whose type this agent does not know.
-pub(super) fn unknown_type_result(kind: &str, attempt: u32) -> TaskResult {
-    let now = Utc::now();
+pub(super) fn unknown_type_result(kind: &str, attempt: u32, now: DateTime<Utc>) -> TaskResult {
     let (version, protocol) = (env!("CARGO_PKG_VERSION"), wire::PROTOCOL);
     let message = format!("agent {version} (protocol {protocol}) knows no task of type {kind:?}; upgrade the agent");
     TaskResult {
@@ -381,6 +382,7 @@ struct ProofContext {
     attempt: u32,
     boot_id: Uuid,
     key: ed25519_dalek::SigningKey,
+    clock: ServerClock,
 }
 
 impl ProofContext {
@@ -392,7 +394,7 @@ impl ProofContext {
             task_id: self.task_id,
             attempt: self.attempt,
             boot_id: self.boot_id,
-            checked_at: Utc::now(),
+            checked_at: self.clock.now(),
             findings: released.findings,
         };
         let proof = report.seal(&self.key).map_err(|error| TaskFailure::new("proof", error.to_string()))?;

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use chrono::{TimeDelta, Utc};
-use tracing::{info, warn};
+use tracing::info;
 use wire::VerifierSet;
 use wire::bundle::fingerprint;
 use wire::heartbeat::{GpuTelemetry, Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
@@ -18,8 +17,6 @@ use crate::inventory::LoadMeter;
 use crate::unproved_gpus;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
-/// A larger clock skew makes tasks expire too early or too late.
-const CLOCK_TOLERANCE: TimeDelta = TimeDelta::seconds(10);
 /// The lower bound of the interval that the control plane sets.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
 
@@ -38,9 +35,9 @@ impl Agent {
             },
         );
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
-        let (mut clock_skew, mut is_in_contact) = (None, false);
+        let mut is_in_contact = false;
         while !self.stop.is_cancelled() {
-            let heartbeat = self.heartbeat(&meter, &mut monitor, clock_skew).await;
+            let heartbeat = self.heartbeat(&meter, &mut monitor).await;
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.heartbeat(&heartbeat) => answer,
@@ -53,7 +50,6 @@ impl Agent {
                         info!("in contact");
                     }
                     self.prove_update().await;
-                    clock_skew = warn_of_clock_skew(&answer, clock_skew.is_some());
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
                     monitor.accept(&answer.accepted_findings);
@@ -84,21 +80,16 @@ impl Agent {
         }
     }
 
-    async fn heartbeat(
-        &self,
-        meter: &Arc<LoadMeter>,
-        monitor: &mut HealthMonitor,
-        clock_skew: Option<i64>,
-    ) -> Heartbeat {
+    async fn heartbeat(&self, meter: &Arc<LoadMeter>, monitor: &mut HealthMonitor) -> Heartbeat {
         let unproved = unproved_gpus::conditions(&self.executor.unproved_gpus());
-        let observed = monitor.observe(&self.gpus, clock_skew, unproved).await;
+        let observed = monitor.observe(&self.gpus, &self.clock, unproved).await;
         let (source, executor) = (self.gpus.source(), self.executor.kind());
         Heartbeat {
             boot_id: self.boot_id,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             package_digest: self.updates.digest(),
             protocol: self.config.simulated_faults.protocol(),
-            sent_at: Utc::now(),
+            sent_at: self.clock.now(),
             inventory: read_inventory(
                 observed.gpus,
                 (source, observed.driver_version),
@@ -150,17 +141,4 @@ impl Agent {
 async fn measure(meter: &Arc<LoadMeter>, gpus: Vec<GpuTelemetry>) -> Telemetry {
     let meter = Arc::clone(meter);
     tokio::task::spawn_blocking(move || meter.read(gpus)).await.unwrap_or_default()
-}
-
-/// Logs clock skew once when it begins. Returns the seconds, where they are too many.
-fn warn_of_clock_skew(answer: &HeartbeatAnswer, was_off: bool) -> Option<i64> {
-    let skew = Utc::now() - answer.server_time;
-    if skew.abs() <= CLOCK_TOLERANCE {
-        return None;
-    }
-    let seconds = skew.num_seconds();
-    if !was_off {
-        warn!(error_code = "clock_skew", seconds, "the clocks of node and control plane differ");
-    }
-    Some(seconds)
 }

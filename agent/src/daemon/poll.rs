@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use chrono::Utc;
 use telemetry::SpanContext;
 use tracing::{Instrument as _, Span, error, error_span, field, info, warn};
 use wire::task::{EnvelopeSignatureError, SignedEnvelope, TaskOpenError, TaskOrigin, TaskPayload, TaskRefusal, open};
@@ -41,6 +40,14 @@ impl Agent {
         let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_BACKOFF_MAX);
         let mut is_polling = false;
         let session = uuid::Uuid::new_v4();
+        // Which tasks of the journal are over is judged by the control plane's time, which is known already in the boot in which an agent was
+        // in contact.
+        tokio::select! {
+            () = self.clock.wait_until_known() => {}
+            () = self.stop.cancelled() => return,
+        }
+        self.journal.forget_past(&self.clock);
+        self.resume();
         // Keys may have rotated while the agent was down: the answer to a heartbeat announces them, so that the first task can be
         // verified.
         let mut heartbeats = self.heartbeats_answered.subscribe();
@@ -136,13 +143,13 @@ impl Agent {
     /// A task for this node of an unknown type gets a result, so that the control plane does not wait for it.
     fn reject_unknown_type(self: &Arc<Self>, error: TaskOpenError, correlation_id: &str) {
         let TaskOpenError::UnknownKind { kind, bound } = error else { return };
-        if bound.node_id != self.config.node_id || Utc::now() >= bound.expires_at {
+        if bound.node_id != self.config.node_id || self.clock.now() >= bound.expires_at {
             return;
         }
         let own_origin =
             || TaskOrigin { correlation_id: correlation_id.to_owned(), traceparent: None, tracestate: None };
         let origin = bound.origin.unwrap_or_else(own_origin);
-        self.spawn_report(bound.task_id, unknown_type_result(&kind, bound.attempt), origin);
+        self.spawn_report(bound.task_id, unknown_type_result(&kind, bound.attempt, self.clock.now()), origin);
     }
 
     async fn accept_verified(
@@ -151,7 +158,7 @@ impl Agent {
         origin: TaskOrigin,
         slot: tokio::sync::OwnedSemaphorePermit,
     ) -> PollOutcome {
-        if let Err(refused) = payload.check(self.config.node_id, Utc::now()) {
+        if let Err(refused) = payload.check(self.config.node_id, self.clock.now()) {
             let error = chain(&refused);
             match refused {
                 TaskRefusal::ForAnotherNode { .. } => {

@@ -8,15 +8,23 @@ use tracing::{info, warn};
 use wire::enroll::{NonceAnswer, RenewRequest};
 
 use super::enroll::{Applicant, EnrollmentMethod};
-use super::{Agent, BACKOFF_BASE, Fatal};
+use super::{Agent, BACKOFF_BASE, Fatal, report_failure};
+use crate::config::AgentConfig;
 use crate::full_jitter::Backoff;
 use crate::identity::AgentIdentity;
-use crate::node_api_client::{NodeApiClient, NodeApiError};
+use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
+use crate::server_clock::ServerClock;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
 
 /// A session younger than this is not abandoned because of one refused certificate.
 const SESSION_SETTLE_TIME: Duration = Duration::from_secs(2);
+
+/// A certificate that was not valid when it came is not replaced before: the next one would not be valid either, and recoveries are counted.
+const RECOVERY_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// A certificate that is due when it comes is not renewed before.
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How soon the control plane is asked again about a refused certificate.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(5);
@@ -36,15 +44,14 @@ impl From<Fatal> for RenewalError {
 impl Agent {
     pub(super) async fn renew(&self) {
         loop {
-            let identity = self.identity();
-            let wait = (identity.renew_at(rand::random()) - Utc::now()).to_std().unwrap_or(Duration::ZERO);
+            let due_at = self.identity().renew_at(rand::random());
             tokio::select! {
-                () = tokio::time::sleep(wait) => {}
+                () = self.clock.sleep_until(due_at) => {}
                 () = self.early_renewal_due() => {}
                 () = self.stop.cancelled() => return,
             }
             self.renew_within.send_replace(None);
-            if !self.renew_once().await {
+            if !self.renew_once().await || !self.pause(RENEWAL_INTERVAL).await {
                 return;
             }
         }
@@ -100,21 +107,28 @@ impl Agent {
         let pending = self.identities.pending_renewal().map_err(Fatal::from)?;
         let request = RenewRequest { csr_pem: pending.csr_pem.clone() };
         let answer = api.renew(&request).await.map_err(RenewalError::Call)?;
-        let identity = self.identities.commit(&pending, &answer).map_err(Fatal::from)?;
+        let identity = self.identities.commit(&pending, &answer, self.clock.now()).map_err(Fatal::from)?;
         self.replace_identity(identity.clone()).map_err(Fatal::from)?;
         self.follow_verifiers(&answer.verifier_sets);
         Ok(identity)
     }
 
-    /// Checks the certificate's expiry before it is presented, and recovers an expired identity. Returns whether the agent continues.
+    /// Checks the certificate's expiry before it is presented, and recovers an identity that has expired by the control plane's time. Returns
+    /// whether the agent continues.
     pub(super) async fn ensure_valid_certificate(&self) -> bool {
-        if !self.identity().is_expired(Utc::now()) {
+        if !self.identity().is_expired(self.clock.now()) {
             return true;
         }
         let _alone = self.recovering.lock().await;
         let identity = self.identity();
-        if !identity.is_expired(Utc::now()) {
-            return true;
+        let has_expired = tokio::select! {
+            has_expired = has_expired(&self.config, &self.clock, &identity) => has_expired,
+            () = self.stop.cancelled() => return false,
+        };
+        match has_expired {
+            Ok(true) if self.may_recover(&identity) => {}
+            Ok(_) => return true,
+            Err(error) => return self.handle_recovery(Err(error.into())),
         }
         let recovered = tokio::select! {
             recovered = self.recover(identity.not_after) => recovered,
@@ -141,7 +155,7 @@ impl Agent {
             return true;
         }
         *last_check = Some(Instant::now());
-        let answer = match NodeApiClient::anonymous(&self.config) {
+        let answer = match NodeApiClient::anonymous(&self.config, &self.clock) {
             Ok(anonymous) => tokio::select! {
                 answer = anonymous.nonce() => answer,
                 () = self.stop.cancelled() => return false,
@@ -158,6 +172,7 @@ impl Agent {
                 );
                 true
             }
+            Ok(_) if !self.may_recover(&identity) => true,
             Ok(_) => {
                 warn!(
                     certificate_not_after = %identity.not_after,
@@ -174,6 +189,11 @@ impl Agent {
         }
     }
 
+    fn may_recover(&self, identity: &AgentIdentity) -> bool {
+        let age = self.session.read().unwrap_or_else(PoisonError::into_inner).since.elapsed();
+        !identity.came_invalid() || age >= RECOVERY_INTERVAL
+    }
+
     fn handle_recovery(&self, recovered: Result<(), Fatal>) -> bool {
         recovered.map_err(|fatal| self.fail(fatal)).is_ok()
     }
@@ -185,6 +205,7 @@ impl Agent {
         warn!(certificate_not_after = %not_after, "recovering the identity");
         let applicant = Applicant {
             config: &self.config,
+            clock: &self.clock,
             identities: &self.identities,
             recovery_key: &self.recovery_key,
             boot_id: self.boot_id,
@@ -196,6 +217,33 @@ impl Agent {
         self.follow_verifiers(&issued.verifier_sets);
         Ok(())
     }
+}
+
+/// Whether the certificate has expired by the control plane's time, which is requested where it is not known.
+pub(super) async fn has_expired(
+    config: &AgentConfig,
+    clock: &ServerClock,
+    identity: &AgentIdentity,
+) -> Result<bool, ClientError> {
+    if !identity.is_expired(clock.now()) {
+        return Ok(false);
+    }
+    let api = NodeApiClient::anonymous(config, clock)?;
+    let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
+    while !clock.is_known() {
+        // An answer has the time in its header, or in its message where something in between has removed the header.
+        let failed = match api.server_time().await {
+            Ok(Some(_)) => continue,
+            Ok(None) => api.nonce().await.err(),
+            Err(error) => Some(error),
+        };
+        let pause = backoff.next(rand::random(), failed.as_ref().and_then(NodeApiError::retry_after));
+        if let Some(error) = &failed {
+            report_failure(error, "asking for the time, by which the certificate may have expired,", pause);
+        }
+        tokio::time::sleep(pause).await;
+    }
+    Ok(identity.is_expired(clock.now()))
 }
 
 /// Whether the control plane would accept the certificate, as far as its authority and validity go. A certificate that was issued while a

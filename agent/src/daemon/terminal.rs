@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use chrono::Utc;
+use chrono::{DateTime, Utc};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use reqwest::StatusCode;
@@ -42,14 +42,24 @@ impl Agent {
     pub(super) fn continue_terminals(self: &Arc<Self>) {
         let continued = self.terminals.adopt(&self.transport());
         self.terminals.upload_leftovers(&continued, &self.transport());
-        let mut lost = self.journal.terminals_begun(Utc::now());
+        // Those that this process is going to start are not among them.
+        let mut lost = self.journal.terminals_begun(DateTime::<Utc>::MIN_UTC);
         lost.retain(|session| !continued.contains(&session.session_id));
         if lost.is_empty() {
             return;
         }
-        info!(sessions = lost.len(), "terminal sessions from before the restart may be lost");
         let agent = Arc::clone(self);
         self.tasks.spawn(async move {
+            tokio::select! {
+                () = agent.clock.wait_until_known() => {}
+                () = agent.stop.cancelled() => return,
+            }
+            let now = agent.clock.now();
+            lost.retain(|session| now < session.ends_at);
+            if lost.is_empty() {
+                return;
+            }
+            info!(sessions = lost.len(), "terminal sessions from before the restart may be lost");
             let transport = NodeTransport(Arc::clone(&agent));
             agent.terminals.report_lost(lost, &transport).await;
         });
@@ -68,7 +78,7 @@ impl TerminalTransport for NodeTransport {
         async move {
             let Agent { config, .. } = self.0.as_ref();
             let cut = |error: &dyn std::error::Error| StreamError::Cut(crate::chain(error));
-            let mut tls = tls_as_node(config, &self.0.identity()).map_err(|error| cut(&error))?;
+            let mut tls = tls_as_node(config, &self.0.identity(), &self.0.clock).map_err(|error| cut(&error))?;
             // A WebSocket starts with an upgrade, which HTTP/2 does not have.
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
             let base = reqwest::Url::parse(&config.api_url).map_err(|error| cut(&error))?;

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use chrono::Utc;
 use tracing::{Instrument as _, info, warn};
 use uuid::Uuid;
 use wire::task::{TaskOrigin, TaskPayload, UpdateAgent};
@@ -47,7 +46,7 @@ impl Agent {
                 agent.continue_update().await;
                 let found = agent.update_outcome(task_id).await;
                 if let Some(found) = found {
-                    let now = Utc::now();
+                    let now = agent.clock.now();
                     let result = outcome(&payload, found, now, now);
                     match &result.error {
                         None => info!("the update of the agent is complete"),

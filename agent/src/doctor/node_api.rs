@@ -5,6 +5,7 @@ use super::variable;
 use crate::config::{AgentConfig, Flags};
 use crate::identity::IdentityStore;
 use crate::node_api_client::{NodeApiClient, NodeApiError};
+use crate::server_clock::ServerClock;
 use chrono::{DateTime, TimeDelta, Utc};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,11 +19,12 @@ pub(super) async fn examine(flags: Arc<Flags>) -> Vec<DiagnosticFinding> {
     let Ok(config) = AgentConfig::peek(&flags, variable) else {
         return vec![DiagnosticFinding::warning("not asked: the settings are incomplete", "correct them first")];
     };
-    let identity =
-        IdentityStore::new(&config).peek().ok().flatten().filter(|identity| identity.is_in_force(Utc::now()));
+    let clock = ServerClock::peek(&config.state_dir, config.node_id);
+    let identity = IdentityStore::new(&config).peek().ok().flatten();
+    let identity = identity.filter(|identity| identity.is_in_force(clock.now()));
     let client = match &identity {
-        Some(identity) => NodeApiClient::with_identity(&config, identity),
-        None => NodeApiClient::anonymous(&config),
+        Some(identity) => NodeApiClient::with_identity(&config, identity, &clock),
+        None => NodeApiClient::anonymous(&config, &clock),
     };
     let client = match client {
         Ok(client) => client,
@@ -50,6 +52,10 @@ fn judge_error(url: &str, error: &NodeApiError) -> DiagnosticFinding {
         NodeApiError::Untrusted(_) => {
             "compare SVC_CA_BUNDLE_FINGERPRINT with the control plane's; install the current bootstrap bundle"
         }
+        NodeApiError::CertificateTime { .. } => {
+            "set this machine's clock by a time service (chrony or systemd-timesyncd), if it is wrong; otherwise replace the control \
+             plane's certificate"
+        }
         NodeApiError::CertificateRefused(_) => {
             "ask an administrator whether the node was removed, and to reissue its enrollment otherwise"
         }
@@ -69,7 +75,7 @@ fn judge_clock(server: DateTime<Utc>, local: DateTime<Utc>, round_trip: Duration
         let direction = if seconds > 0.0 { "ahead of" } else { "behind" };
         return DiagnosticFinding::error(
             format!("this machine's clock is {:.0} s {direction} that of the control plane", seconds.abs()),
-            "run a time service (chrony or systemd-timesyncd); certificates and tasks are refused by a wrong clock",
+            "run a time service (chrony or systemd-timesyncd); the agent goes by the control plane's time meanwhile, other programs do not",
         );
     }
     DiagnosticFinding::ok(format!(

@@ -3,6 +3,7 @@
 use super::variable;
 use crate::config::{AgentConfig, AgentConfigError, Flags, OWN_VARIABLES};
 use crate::identity::{AgentIdentity, IdentityStore};
+use crate::server_clock::ServerClock;
 use chrono::{DateTime, TimeDelta, Utc};
 use clap::CommandFactory as _;
 use std::collections::BTreeSet;
@@ -128,7 +129,7 @@ pub(super) fn certificates(flags: &Flags) -> Vec<DiagnosticFinding> {
     let Ok(config) = AgentConfig::peek(flags, variable) else {
         return vec![DiagnosticFinding::warning("not looked at: the settings are incomplete", "correct them first")];
     };
-    let now = Utc::now();
+    let now = ServerClock::peek(&config.state_dir, config.node_id).now();
     let has_token = config.enrollment_token.is_some();
     let mut findings = vec![match IdentityStore::new(&config).peek() {
         Ok(identity) => judge_identity(identity.as_ref(), has_token, now),

@@ -3,9 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use chrono::TimeDelta;
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::finding_log::Condition;
+use crate::server_clock::describe_offset;
 
 /// With less space the agent may not be able to journal a task.
 const LEAST_BYTES: u64 = 64 * 1024 * 1024;
@@ -34,9 +36,9 @@ impl MachineProbe {
         Self { root, state_dir, memory_controllers, root_was_read_only }
     }
 
-    /// The conditions at this moment. `skew_seconds` is the difference of the clocks, where it is too large.
+    /// The conditions at this moment. `clock_offset` is how far the machine's clock is ahead of the control plane's, if it is wrong.
     #[must_use]
-    pub fn observed(&self, skew_seconds: Option<i64>) -> Vec<Condition> {
+    pub fn observed(&self, clock_offset: Option<TimeDelta>) -> Vec<Condition> {
         let mut found = Vec::new();
         if !self.root_was_read_only && is_read_only(&self.root) == Some(true) {
             let detail = format!("{} is mounted read-only, and was not when the agent started", self.root.display());
@@ -47,8 +49,8 @@ impl MachineProbe {
             let detail = format!("{errors} uncorrectable errors of the machine's memory since the boot");
             found.push(Condition::of_machine("memory", "uncorrectable", detail));
         }
-        if let Some(seconds) = skew_seconds {
-            let detail = format!("the clock is {seconds} s away from the control plane's");
+        if let Some(offset) = clock_offset {
+            let detail = format!("the machine's clock is {} the control plane's", describe_offset(offset));
             found.push(Condition::of_machine("clock", "skew", detail));
         }
         found
@@ -138,6 +140,8 @@ mod tests {
     fn clock_that_is_off_is_a_condition() {
         let folder = tempfile::tempdir().unwrap();
         let probe = MachineProbe::of("/".into(), folder.path().into(), folder.path().join("mc"));
-        assert_eq!(probe.observed(Some(-42))[0].detail, "the clock is -42 s away from the control plane's");
+        let detail = |seconds| probe.observed(Some(TimeDelta::seconds(seconds)))[0].detail.clone();
+        assert_eq!(detail(-42), "the machine's clock is 42 s behind the control plane's");
+        assert_eq!(detail(90_000), "the machine's clock is 90000 s (25 hours) ahead of the control plane's");
     }
 }

@@ -4,8 +4,9 @@ use super::settings::PUSH_PATH;
 use super::{CollectorConfig, CollectorError};
 use crate::identity::{AgentIdentity, IdentityStore};
 use crate::node_api_client::{NodeApiClient, NodeApiError, parse_retry_after, tls_of};
+use crate::server_clock::ServerClock;
 use crate::{chain, config::AgentConfig};
-use chrono::{DateTime, TimeDelta, Utc};
+use chrono::TimeDelta;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Client, Response, StatusCode};
 use std::time::Duration;
@@ -49,14 +50,16 @@ pub(super) struct Gateway {
     client: Client,
     url: String,
     agent: AgentConfig,
+    clock: ServerClock,
     identities: IdentityStore,
     token: Option<LogTokenAnswer>,
 }
 
 impl Gateway {
     pub(super) fn new(config: &CollectorConfig) -> Result<Self, CollectorError> {
+        let clock = ServerClock::peek(&config.agent.state_dir, config.agent.node_id);
         let client = Client::builder()
-            .tls_backend_preconfigured(tls_of(&config.gateway_ca_pem)?)
+            .tls_backend_preconfigured(tls_of(&config.gateway_ca_pem, &clock)?)
             .https_only(true)
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
@@ -69,6 +72,7 @@ impl Gateway {
             client,
             url: format!("{}{PUSH_PATH}", config.endpoint),
             agent: config.agent.clone(),
+            clock,
             identities: IdentityStore::new(&config.agent),
             token: None,
         })
@@ -76,7 +80,7 @@ impl Gateway {
 
     /// Pushes a batch with a token that is valid for long enough.
     pub(super) async fn push(&mut self, body: Vec<u8>) -> Result<PushOutcome, TokenError> {
-        let authorization = self.authorization(Utc::now()).await?;
+        let authorization = self.authorization().await?;
         let request = self.client.post(&self.url).header(AUTHORIZATION, authorization);
         let sent = request.header(CONTENT_TYPE, "application/json").body(body).send().await;
         let response = match sent {
@@ -88,7 +92,7 @@ impl Gateway {
             return Ok(PushOutcome::Accepted);
         }
         let retry_after = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
-        let retry_after = retry_after.and_then(|text| parse_retry_after(text, Utc::now()));
+        let retry_after = retry_after.and_then(|text| parse_retry_after(text, self.clock.now()));
         let retry_after = retry_after.map(|pause| pause.min(RETRY_AFTER_MAX));
         let (is_from_gateway, message) = message(response).await;
         Ok(match status {
@@ -109,10 +113,11 @@ impl Gateway {
         })
     }
 
-    async fn authorization(&mut self, now: DateTime<Utc>) -> Result<HeaderValue, TokenError> {
+    async fn authorization(&mut self) -> Result<HeaderValue, TokenError> {
+        let now = self.clock.now();
         let token = match self.token.take().filter(|token| token.expires_at - RENEW_BEFORE > now) {
             Some(token) => token,
-            None => self.fetch_token(now).await?,
+            None => self.fetch_token().await?,
         };
         let value = HeaderValue::from_str(&format!("Bearer {}", token.token.expose()));
         let mut value = value.map_err(|_| token_later("the control plane's token is no header".to_owned()))?;
@@ -121,12 +126,14 @@ impl Gateway {
         Ok(value)
     }
 
-    /// The agent renews the certificate, so it is read each time.
-    async fn fetch_token(&self, now: DateTime<Utc>) -> Result<LogTokenAnswer, TokenError> {
+    /// The agent renews the certificate, so it is read each time. Until the control plane's time is known, the control plane judges it.
+    async fn fetch_token(&self) -> Result<LogTokenAnswer, TokenError> {
         let identity = self.identities.peek().map_err(|error| token_later(chain(&error)))?;
-        let identity: Option<AgentIdentity> = identity.filter(|identity| identity.is_in_force(now));
+        let now = self.clock.known_now();
+        let identity: Option<AgentIdentity> =
+            identity.filter(|identity| now.is_none_or(|now| identity.is_in_force(now)));
         let identity = identity.ok_or_else(|| token_later("the node has no valid certificate yet".to_owned()))?;
-        let client = NodeApiClient::with_identity(&self.agent, &identity);
+        let client = NodeApiClient::with_identity(&self.agent, &identity, &self.clock);
         let client = client.map_err(|error| token_later(chain(&error)))?;
         client.log_token().await.map_err(|error| match error {
             error if error.is_node_removed() => TokenError::NodeRemoved,

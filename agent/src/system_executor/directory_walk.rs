@@ -18,6 +18,7 @@ use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 
 use super::mounts::Mounts;
+use crate::server_clock::since_boot;
 pub use removal::{empty, remove_at};
 pub use search::{SearchScope, owned_by, visit};
 
@@ -32,6 +33,7 @@ const PINNED: usize = 32;
 const MAX_LOST_PATHS: usize = 16;
 /// The kernel's clock for file times may lag behind its clock by this much.
 const CLOCK_LAG: Duration = Duration::from_millis(10);
+const NANOS: i128 = 1_000_000_000;
 /// The length of a path in a message. Tenants nest folders without bound.
 const SHOWN: usize = 256;
 const FOLDER: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
@@ -193,8 +195,7 @@ trait Visitor {
 struct Walk<'a> {
     mounts: &'a Mounts,
     start: &'a Path,
-    /// When it began, less the lag of the kernel's clock for file times.
-    began: (i64, i64),
+    began: Moment,
     levels: Vec<Level>,
     /// The names of all levels but the first.
     ancestors: Vec<CString>,
@@ -217,13 +218,10 @@ struct Level {
 
 impl<'a> Walk<'a> {
     fn of(start: &'a Path, mounts: &'a Mounts) -> Self {
-        let began = SystemTime::now() - CLOCK_LAG;
-        let began = began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let began = (i64::try_from(began.as_secs()).unwrap_or(i64::MAX), i64::from(began.subsec_nanos()));
         Self {
             mounts,
             start,
-            began,
+            began: Moment::now(),
             levels: Vec::new(),
             ancestors: Vec::new(),
             lost_paths: 0,
@@ -377,15 +375,44 @@ impl<'a> Walk<'a> {
                 Err(errno) => self.note(Some(name), owner, cause(errno)),
             }
         }
-        if visitor.notes_changes() && !is_sticky && fstat(&folder).is_ok_and(|now| self.is_since(&now)) {
+        if visitor.notes_changes() && !is_sticky && fstat(&folder).is_ok_and(|status| self.has_changed(&status)) {
             self.note(None, owner, WalkErrorCause::Changed);
         }
         Some(Level { folder: Some(folder), id: (status.st_dev, status.st_ino), owner, below })
     }
 
-    fn is_since(&self, status: &FileStat) -> bool {
-        (status.st_ctime, status.st_ctime_nsec) >= self.began
+    fn has_changed(&self, status: &FileStat) -> bool {
+        let changed_at = i128::from(status.st_ctime) * NANOS + i128::from(status.st_ctime_nsec);
+        is_between(changed_at, self.began, Moment::now())
     }
+}
+
+/// A moment by the clock that file times are of, and by the one that nobody sets, in nanoseconds.
+#[derive(Debug, Clone, Copy)]
+struct Moment {
+    local: i128,
+    since_boot: i128,
+}
+
+impl Moment {
+    fn now() -> Self {
+        let local = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self { local: nanos(local), since_boot: nanos(since_boot()) }
+    }
+}
+
+fn nanos(duration: Duration) -> i128 {
+    i128::try_from(duration.as_nanos()).unwrap_or(i128::MAX)
+}
+
+/// Whether a change at this time of a file may have happened between these moments. Files of a time when the clock was ahead have changed in
+/// the future, and so before. Where the clock was set meanwhile, the times before and after that are not told apart.
+fn is_between(changed_at: i128, began: Moment, now: Moment) -> bool {
+    let lag = nanos(CLOCK_LAG);
+    let began_by_present_clock = now.local - (now.since_boot - began.since_boot);
+    let was_set = (began_by_present_clock - began.local).abs() > lag;
+    let earliest = began.local.min(began_by_present_clock) - lag;
+    changed_at >= earliest && (was_set || changed_at <= now.local + lag)
 }
 
 /// The parent of a folder that was left, if it is still the one that the walk entered it from.

@@ -9,7 +9,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{Html, IntoResponse, Response};
-use chrono::{TimeDelta, Utc};
+use chrono::TimeDelta;
 use serde_json::Value;
 use wire::SecretToken;
 use wire::log_gateway_access::LogTokenAnswer;
@@ -55,7 +55,7 @@ pub(super) async fn token(State(shared): State<Arc<Shared>>) -> Response {
     let mut gateway = shared.log_gateway.lock().unwrap();
     gateway.tokens += 1;
     let token = SecretToken::new(format!("log-token-{}", gateway.tokens));
-    Json(LogTokenAnswer { token, expires_at: Utc::now() + TimeDelta::hours(1) }).into_response()
+    Json(LogTokenAnswer { token, expires_at: shared.now() + TimeDelta::hours(1) }).into_response()
 }
 
 pub(super) async fn push(State(shared): State<Arc<Shared>>, headers: HeaderMap, Json(body): Json<Value>) -> Response {

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use axum::extract::{Path as UrlPath, Request, State};
 use axum::http::StatusCode;
+use axum::http::header::DATE;
 use axum::middleware::{self, Next};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
-use chrono::{TimeDelta, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use ed25519_dalek::SigningKey;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::service::TowerToHyperService;
@@ -24,8 +25,9 @@ use rcgen::{
     KeyPair, SanType,
 };
 use rustls::RootCertStore;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
+use rustls::time_provider::TimeProvider;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -68,6 +70,28 @@ struct Shared {
     log_gateway: Mutex<log_gateway::FakeLogGateway>,
 }
 
+impl Shared {
+    fn now(&self) -> DateTime<Utc> {
+        Utc::now() + self.behaviour.lock().unwrap().clock_ahead
+    }
+}
+
+/// Its clock, by which it verifies certificates.
+struct FakeClock(Arc<Shared>);
+
+impl std::fmt::Debug for FakeClock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("FakeClock")
+    }
+}
+
+impl TimeProvider for FakeClock {
+    fn current_time(&self) -> Option<UnixTime> {
+        let seconds = self.0.now().timestamp().try_into().unwrap();
+        Some(UnixTime::since_unix_epoch(Duration::from_secs(seconds)))
+    }
+}
+
 /// The agent's requests.
 #[derive(Default)]
 pub struct RecordedCalls {
@@ -77,7 +101,8 @@ pub struct RecordedCalls {
     pub generation: u64,
     /// CSRs of recoveries, each once.
     pub recoveries: Vec<String>,
-    nonces: Vec<String>,
+    /// Since the last recovery.
+    pub nonces: Vec<String>,
     pub recovery_key: Option<PublicKey>,
     pub heartbeats: Vec<Heartbeat>,
     /// Results in order, with the status of their answers.
@@ -133,8 +158,16 @@ struct Peer(Option<CertificateDer<'static>>);
 
 impl FakeControlPlane {
     pub async fn start() -> Self {
+        Self::start_ahead(TimeDelta::zero(), (-TimeDelta::days(30), TimeDelta::days(30))).await
+    }
+
+    /// A control plane whose clock is this much ahead of the machine's, so that the machine's is behind. By its clock, its own certificate is
+    /// valid from and until so long after the start.
+    pub async fn start_ahead(clock_ahead: TimeDelta, (begins, ends): (TimeDelta, TimeDelta)) -> Self {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-        let node_id = Uuid::now_v7();
+        let started_at = Utc::now() + clock_ahead;
+        let registered = uuid::Timestamp::from_unix_time(started_at.timestamp().try_into().unwrap(), 0, 0, 0);
+        let node_id = Uuid::new_v7(registered);
         let (issuer, ca_pem) = authority();
         let behaviour = FakeBehaviour {
             lose_enroll_answers: 0,
@@ -154,7 +187,7 @@ impl FakeControlPlane {
             generation: PROTOCOL,
             newest_protocol: PROTOCOL,
             refuse_as_too_old: false,
-            clock_ahead: TimeDelta::zero(),
+            clock_ahead,
             page: None,
         };
         let shared = Arc::new(Shared {
@@ -167,7 +200,7 @@ impl FakeControlPlane {
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("https://127.0.0.1:{}", listener.local_addr().unwrap().port());
-        tokio::spawn(serve(listener, Arc::clone(&shared)));
+        tokio::spawn(serve(listener, Arc::clone(&shared), (started_at + begins, started_at + ends)));
         Self { node_id, url, ca_pem, shared, signer: SigningKey::from_bytes(&[1; 32]) }
     }
 
@@ -184,8 +217,13 @@ impl FakeControlPlane {
         self.shared.log_gateway.lock().unwrap()
     }
 
+    /// Its time.
+    pub fn now(&self) -> DateTime<Utc> {
+        self.shared.now()
+    }
+
     pub fn payload(&self, task: Task) -> TaskPayload {
-        let issued_at = Utc::now();
+        let issued_at = self.now();
         let expires_at = issued_at + TimeDelta::minutes(5);
         TaskPayload {
             node_id: self.node_id,
@@ -210,7 +248,7 @@ impl FakeControlPlane {
             authorized_keys: vec!["ssh-ed25519 AAAA someone".into()],
             devices: vec![self.device()],
             sku: "h100".into(),
-            deadline_at: Utc::now() + TimeDelta::minutes(5),
+            deadline_at: self.now() + TimeDelta::minutes(5),
         }))
     }
 
@@ -340,15 +378,19 @@ pub fn authority() -> (Issuer<'static, KeyPair>, String) {
     (Issuer::new(params, key), pem)
 }
 
-async fn serve(listener: TcpListener, shared: Arc<Shared>) {
+async fn serve(listener: TcpListener, shared: Arc<Shared>, validity: (DateTime<Utc>, DateTime<Utc>)) {
     let key = KeyPair::generate().unwrap();
-    let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    (params.not_before, params.not_after) = (certificate_time(validity.0), certificate_time(validity.1));
     let certificate = params.signed_by(&key, &shared.issuer).unwrap();
     let mut roots = RootCertStore::empty();
     let (_, ca) = x509_parser::pem::parse_x509_pem(shared.ca_pem.as_bytes()).unwrap();
     roots.add(CertificateDer::from(ca.contents)).unwrap();
     let verifier = WebPkiClientVerifier::builder(Arc::new(roots)).allow_unauthenticated().build().unwrap();
-    let mut tls = rustls::ServerConfig::builder()
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut tls = rustls::ServerConfig::builder_with_details(provider, Arc::new(FakeClock(Arc::clone(&shared))))
+        .with_safe_default_protocol_versions()
+        .unwrap()
         .with_client_cert_verifier(verifier)
         .with_single_cert(vec![certificate.der().clone()], PrivateKeyDer::try_from(key.serialize_der()).unwrap())
         .unwrap();
@@ -386,7 +428,22 @@ fn router(shared: Arc<Shared>) -> Router {
         .route_layer(middleware::from_fn_with_state(Arc::clone(&shared), answer_with_a_page))
         .with_state(Arc::clone(&shared));
     let logs = Router::new().route(log_gateway::PATH, post(log_gateway::push)).with_state(Arc::clone(&shared));
-    Router::new().nest(&format!("/internal/v1/nodes/{}", shared.node_id), all).merge(logs)
+    Router::new()
+        .nest(&format!("/internal/v1/nodes/{}", shared.node_id), all)
+        .merge(logs)
+        .layer(middleware::from_fn_with_state(shared, date))
+}
+
+fn certificate_time(time: DateTime<Utc>) -> time::OffsetDateTime {
+    time::OffsetDateTime::from_unix_timestamp(time.timestamp()).unwrap()
+}
+
+/// The header `Date` by its clock.
+async fn date(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+    let mut response = next.run(request).await;
+    let date = shared.now().format("%a, %d %b %Y %H:%M:%S GMT").to_string();
+    response.headers_mut().insert(DATE, date.parse().unwrap());
+    response
 }
 
 fn refuse(status: StatusCode, code: &str, reason: &str) -> Response {
@@ -432,10 +489,9 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
     request.params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
     request.params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
     request.params.use_authority_key_identifier_extension = true;
-    let at = |time: chrono::DateTime<Utc>| time::OffsetDateTime::from_unix_timestamp(time.timestamp()).unwrap();
-    let not_after = Utc::now() + life;
-    request.params.not_before = at(Utc::now() - backdated_by);
-    request.params.not_after = at(not_after);
+    let not_after = shared.now() + life;
+    request.params.not_before = certificate_time(shared.now() - backdated_by);
+    request.params.not_after = certificate_time(not_after);
     EnrollAnswer {
         certificate_pem: request.signed_by(&shared.issuer).unwrap().pem(),
         chain_pem: shared.ca_pem.clone(),
@@ -450,8 +506,8 @@ async fn nonce(State(shared): State<Arc<Shared>>) -> Response {
     let nonce = Uuid::new_v4().to_string();
     shared.seen.lock().unwrap().nonces.push(nonce.clone());
     let node_authorities = shared.behaviour.lock().unwrap().trusted_authorities.clone();
-    let expires_at = Utc::now() + TimeDelta::minutes(5);
-    Json(NonceAnswer { nonce, expires_at, server_time: Some(Utc::now()), node_authorities }).into_response()
+    let expires_at = shared.now() + TimeDelta::minutes(5);
+    Json(NonceAnswer { nonce, expires_at, server_time: Some(shared.now()), node_authorities }).into_response()
 }
 
 async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverRequest>) -> Response {
@@ -549,9 +605,8 @@ async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Hear
         let lowest = behaviour.lowest_set.clone();
         (behaviour.verifier_sets.clone(), lowest, behaviour.node_authorities.clone(), behaviour.renew_within_seconds)
     };
-    let clock_ahead = shared.behaviour.lock().unwrap().clock_ahead;
     let answer = HeartbeatAnswer {
-        server_time: Utc::now() + clock_ahead,
+        server_time: shared.now(),
         next_heartbeat_seconds: 1,
         verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
@@ -664,7 +719,12 @@ impl Drop for SpawnedAgent {
 
 /// A control plane, and an agent that has enrolled and sent a heartbeat.
 pub async fn enrolled(more: &[&str]) -> (FakeControlPlane, TempDir, SpawnedAgent) {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    enrolled_at(FakeControlPlane::start().await, more).await
+}
+
+/// As [`enrolled`], at this control plane.
+pub async fn enrolled_at(fake: FakeControlPlane, more: &[&str]) -> (FakeControlPlane, TempDir, SpawnedAgent) {
+    let folder = tempfile::tempdir().unwrap();
     let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), more);
     eventually(|| (!fake.calls().heartbeats.is_empty()).then_some(())).await;
     (fake, folder, agent)

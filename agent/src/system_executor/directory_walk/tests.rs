@@ -227,3 +227,22 @@ fn path_with_a_symlink_is_never_followed() {
     assert!(open_without_links(&real.join("link/b")).is_err());
     assert!(open_without_links(Path::new("a/../b")).is_err());
 }
+
+#[test]
+fn only_what_changed_during_a_walk_is_a_change_wherever_the_clock_is_set() {
+    let seconds = |seconds: i128| seconds * NANOS;
+    let moment = |local, since_boot| Moment { local: seconds(local), since_boot: seconds(since_boot) };
+    let began = moment(1_000_000, 100);
+    let is_change = |changed_at, now| is_between(seconds(changed_at), began, now);
+    let later = moment(1_000_003, 103);
+    assert!(is_change(1_000_000, later) && is_change(1_000_003, later));
+    assert!(!is_change(999_999, later), "before the walk");
+    assert!(!is_change(1_000_003 + 86_400, later), "before the walk, by a clock that was a day ahead");
+    // The clock was set in the middle of the walk, after its second second.
+    for ahead in [-86_400, 86_400] {
+        let later = moment(1_000_003 + ahead, 103);
+        assert!(is_change(1_000_001, later), "before it was set: {ahead}");
+        assert!(is_change(1_000_003 + ahead, later), "after it was set: {ahead}");
+        assert!(!is_change(1_000_000 - 2 * 86_400, later), "before the walk: {ahead}");
+    }
+}
