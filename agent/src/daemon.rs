@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -20,10 +20,11 @@ use uuid::Uuid;
 use wire::Verifiers;
 use wire::cleanup_proof::FindingOutcome;
 use wire::heartbeat::PollSettings;
-use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
+use wire::inventory::NodeInventory;
 
 use crate::agent_update::AgentUpdates;
 use crate::atomic_file::{self, FileError};
+use crate::bounded_reading::{BoundedReading, LATE_AFTER, Reading};
 use crate::chain;
 use crate::config::AgentConfig;
 use crate::executor::Executor;
@@ -32,7 +33,7 @@ use crate::gpu_reset::GpuResetter;
 use crate::gpus::Gpus;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::integrity::IntegrityMonitor;
-use crate::inventory;
+use crate::inventory::{self, InventoryReadings};
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
 use crate::server_clock::ServerClock;
@@ -58,6 +59,8 @@ const BACKOFF_BASE: Duration = Duration::from_millis(250);
 /// How long tasks in flight may take to end when the agent is stopped. A task that does not end in time is finished from the journal at
 /// the next start.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
+/// A process that is stopped ends after this time, whatever hangs in it: before the service manager kills it (`TimeoutStopSec=`).
+pub const STOP_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Why the agent exits by itself. Each reason has an exit code of its own, so that a supervisor knows when a restart helps.
 #[derive(Debug, thiserror::Error)]
@@ -85,6 +88,11 @@ pub enum Fatal {
     UpgradeRequired(#[source] NodeApiError),
     #[error("another agent runs on the state folder; stop it first")]
     AlreadyRunning,
+    #[error(
+        "the state folder {} does not answer. Look for a dead mount on its path, and at the kernel's log for errors of the disk",
+        path.display()
+    )]
+    StateFolderHangs { path: PathBuf },
     #[error("the process could not be set up")]
     Runtime(#[source] std::io::Error),
     #[error(transparent)]
@@ -117,6 +125,7 @@ impl Fatal {
             Self::AlreadyRunning => 7,
             Self::TenantsRemain { .. } => 8,
             Self::Runtime(_)
+            | Self::StateFolderHangs { .. }
             | Self::System(_)
             | Self::Store(_)
             | Self::Identity(_)
@@ -141,6 +150,7 @@ impl Fatal {
             Self::CertificateExpired { .. } => "certificate_expired",
             Self::UpgradeRequired(_) => "upgrade_required",
             Self::AlreadyRunning => "already_running",
+            Self::StateFolderHangs { .. } => "state_folder_hangs",
             Self::Runtime(_) => "runtime",
             Self::System(_) => "executor",
             Self::Store(_) => "node_storage",
@@ -170,7 +180,7 @@ impl Fatal {
 /// # Errors
 /// [`Fatal`], when it cannot continue.
 pub async fn run(config: AgentConfig, manager: Arc<ServiceManager>, stop: CancellationToken) -> Result<(), Fatal> {
-    atomic_file::private_folder(&config.state_dir)?;
+    open_state_dir(&config.state_dir)?;
     let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref(), config.gpu_deadline));
     match gpus.as_ref() {
         Gpus::Nvml(_) => info!("GPUs are read through NVML"),
@@ -182,6 +192,17 @@ pub async fn run(config: AgentConfig, manager: Arc<ServiceManager>, stop: Cancel
         private_tmp::warn_of_logins_without();
     }
     run_with(config, gpus, executor, manager, stop).await
+}
+
+/// Makes the state folder where it is missing. Everything else that is stored is below it: a disk that does not answer is the reason of a
+/// start that fails, and not of one that never ends.
+fn open_state_dir(state_dir: &Path) -> Result<(), Fatal> {
+    let folder = state_dir.to_owned();
+    let mut opening = BoundedReading::of(state_dir.display().to_string());
+    match opening.read_within(LATE_AFTER, move || atomic_file::private_folder(&folder)) {
+        Reading::Fresh(opened) => Ok(opened?),
+        Reading::Late { .. } => Err(Fatal::StateFolderHangs { path: state_dir.to_owned() }),
+    }
 }
 
 fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>, Fatal> {
@@ -262,8 +283,10 @@ pub async fn run_with(
     let (lister, source) = (Arc::clone(&gpus), gpus.source());
     let listed = tokio::task::spawn_blocking(move || lister.list()).await;
     let listed = listed.ok().and_then(Result::ok).unwrap_or_default();
+    let mut readings = InventoryReadings::new(executor.kind(), &config.state_dir);
+    readings.read().await;
     // The version of the driver is in the first heartbeat.
-    let inventory = read_inventory(listed, (source, None), executor.kind(), &config.state_dir).await;
+    let inventory = readings.inventory(listed, (source, None), executor.kind());
 
     let found = identities.load()?;
     // A node that cannot reach its control plane has started all the same, and tries again.
@@ -338,7 +361,7 @@ pub async fn run_with(
         stop,
         fatal: Mutex::new(None),
     });
-    agent.run_until_stopped().await
+    agent.run_until_stopped(readings).await
 }
 
 /// Watches what the configuration says; `None` where that is nothing.
@@ -401,9 +424,15 @@ struct Session {
 }
 
 impl Agent {
-    async fn run_until_stopped(self: Arc<Self>) -> Result<(), Fatal> {
+    async fn run_until_stopped(self: Arc<Self>, readings: InventoryReadings) -> Result<(), Fatal> {
         self.continue_terminals();
-        tokio::join!(self.poll(), self.send_heartbeats(), self.renew(), self.reconcile_devices(), self.run_sshd());
+        tokio::join!(
+            self.poll(),
+            self.send_heartbeats(readings),
+            self.renew(),
+            self.reconcile_devices(),
+            self.run_sshd()
+        );
         self.tasks.close();
         let drained = tokio::time::timeout(DRAIN_TIMEOUT, self.tasks.wait()).await;
         if drained.is_err() {
@@ -485,26 +514,6 @@ impl Agent {
 fn report_failure(error: &NodeApiError, doing: &'static str, pause: Duration) {
     let pause_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
     warn!(error_code = error.code(), error = chain(error), pause_ms, "{doing} failed; trying again");
-}
-
-/// The inventory with these GPUs.
-async fn read_inventory(
-    gpus: Vec<GpuInfo>,
-    (source, driver_version): (GpuSource, Option<String>),
-    executor: ExecutorKind,
-    state_dir: &Path,
-) -> NodeInventory {
-    let door = match executor {
-        // Tenants of the sandbox are not users of the machine.
-        ExecutorKind::Sandbox => None,
-        ExecutorKind::System => ssh::host_key_fingerprint(state_dir),
-    };
-    let (listed, version, same) = (gpus.clone(), driver_version.clone(), door.clone());
-    match tokio::task::spawn_blocking(move || inventory::read(listed, source, version, executor, same)).await {
-        Ok(inventory) => inventory,
-        // The thread can only have panicked; the same panic surfaces on this thread.
-        Err(_) => inventory::read(gpus, source, driver_version, executor, door),
-    }
 }
 
 /// Locks the state folder: with two agents on one folder, each would execute what the other's journal forbids.

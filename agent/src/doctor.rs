@@ -31,6 +31,9 @@ pub enum FindingsOutput {
     Json,
 }
 
+/// What to do where a file system hangs.
+const DISK: &str =
+    "a file system does not answer: look for a dead mount, and at the kernel's log for errors of the disk";
 /// A wait for a local resource.
 const LOCAL: Duration = Duration::from_secs(5);
 /// A connection and a request.
@@ -62,8 +65,6 @@ pub fn run(args: &AgentDoctorArgs, mut flags: Flags) -> ExitCode {
 
 /// The table of checks.
 fn checks(flags: &Arc<Flags>) -> Vec<DiagnosticCheck> {
-    const DISK: &str =
-        "a file system does not answer: look for a dead mount, and at the kernel's log for errors of the disk";
     const NETWORK: &str = "the control plane accepts connections and does not answer: look at its readiness";
     const HUNG: &str = "the driver hangs: look at the kernel's log for Xids, then reboot the machine";
     let local = |name, subject, limit, if_late, look: fn(&Flags) -> Vec<DiagnosticFinding>| {

@@ -114,8 +114,9 @@ impl HealthMonitor {
     pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock: &ServerClock, known: Vec<Condition>) -> Observation {
         let survey = self.survey(gpus).await;
         let now = clock.now();
-        let mut conditions = self.machine.observed(clock.offset());
+        let mut conditions = self.machine.observed(clock.offset()).await;
         conditions.extend(known);
+        conditions.extend(self.integrity.as_ref().and_then(|integrity| integrity.late()));
         let watched = self.integrity.as_ref().map(|integrity| integrity.conditions());
         conditions.extend(watched.clone().flatten().unwrap_or_default());
         if let Some(survey) = &survey {
@@ -127,6 +128,7 @@ impl HealthMonitor {
         let is_unchecked = matches!(watched, Some(None));
         let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
             (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
+            (_, None) if self.machine.is_unknown(finding) => true,
             (_, Some(_)) if finding.probe == unproved_gpus::PROBE => false,
             (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver" || is_of_fabric(finding),
             (Some(Ok(survey)), None) => is_of_fabric(finding) && survey.gpus.is_empty(),
@@ -303,11 +305,17 @@ mod tests {
         let compared = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(Some(found.to_vec()))));
         let reported = |observed: Observation| observed.findings.into_iter().map(|it| it.code).collect::<Vec<_>>();
         let mut monitored = compared;
-        assert_eq!(reported(monitored.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await), ["altered", "sudoers"]);
+        assert_eq!(
+            reported(monitored.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await),
+            ["altered", "sudoers"]
+        );
         // The next agent, whose first comparison takes longer than its heartbeats.
         let mut next = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(None)));
         for _ in 0..9 {
-            assert_eq!(reported(next.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await), ["altered", "sudoers"]);
+            assert_eq!(
+                reported(next.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await),
+                ["altered", "sudoers"]
+            );
         }
         next.integrity = Some(IntegrityMonitor::with_conditions(Some(Vec::new())));
         for _ in 0..9 {

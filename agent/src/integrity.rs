@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::health::finding_log::Condition;
+use crate::health::machine_conditions::READING;
 
 pub mod accounts;
 pub mod baseline;
@@ -37,6 +38,9 @@ use package_files::PackageFiles;
 const FULL_EVERY: u32 = 60;
 /// How soon the thread ends when the agent does.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// A comparison that makes no progress for this long hangs. A search reports progress after some entries, and hashes no more than a part of
+/// a file.
+const PROGRESS_WITHIN: Duration = Duration::from_secs(5 * 60);
 /// The kernel derives the priority of its reads from it.
 const LOWEST_PRIORITY: i32 = 19;
 
@@ -65,6 +69,8 @@ struct Shared {
     /// `None` before the first comparison.
     conditions: Option<Vec<Condition>>,
     orders: Orders,
+    /// The last progress of the comparison that is in progress.
+    progress_at: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -119,6 +125,21 @@ impl IntegrityMonitor {
         self.shared().conditions.clone()
     }
 
+    /// The condition that the comparison does not go on: what was found before may not be so any more, and what is new is not found.
+    #[must_use]
+    pub fn late(&self) -> Option<Condition> {
+        let hangs = self.shared().progress_at.is_some_and(|at| at.elapsed() >= PROGRESS_WITHIN);
+        let detail = || {
+            let minutes = PROGRESS_WITHIN.as_secs() / 60;
+            format!("no progress for more than {minutes} min: a file system that is compared does not answer")
+        };
+        hangs.then(|| Condition::of_machine(READING, "integrity", detail()))
+    }
+
+    fn note_progress(&self) {
+        self.shared().progress_at = Some(Instant::now());
+    }
+
     /// A tenant is gone, which was proved: the state of the machine becomes the baseline where nothing differs from the one before.
     pub fn renew(&self) {
         self.shared().orders.renews = true;
@@ -139,7 +160,7 @@ impl IntegrityMonitor {
     /// What a comparison found, for tests; none is made.
     #[cfg(test)]
     pub(crate) fn with_conditions(conditions: Option<Vec<Condition>>) -> Arc<Self> {
-        Arc::new(Self { shared: Mutex::new(Shared { conditions, orders: Orders::default() }), ordered: Condvar::new() })
+        Arc::new(Self { shared: Mutex::new(Shared { conditions, ..Shared::default() }), ordered: Condvar::new() })
     }
 
     /// Codes and states that are to be accepted at the next comparison, for tests.
@@ -161,8 +182,17 @@ impl IntegrityMonitor {
                 full_at = Instant::now() + interval * FULL_EVERY;
             }
             let depth = if is_due || orders.renews { Depth::Full } else { Depth::Quick };
-            let Some(found) = watched.compare(&orders, depth, || !stop.is_cancelled()) else { return };
-            let before = self.shared().conditions.replace(found.clone());
+            self.note_progress();
+            let goes_on = || {
+                self.note_progress();
+                !stop.is_cancelled()
+            };
+            let Some(found) = watched.compare(&orders, depth, goes_on) else { return };
+            let before = {
+                let mut shared = self.shared();
+                shared.progress_at = None;
+                shared.conditions.replace(found.clone())
+            };
             if before.as_ref() != Some(&found) && !(before.is_none() && found.is_empty()) {
                 on_change();
             }

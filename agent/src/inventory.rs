@@ -1,47 +1,173 @@
 //! The node's hardware and its load.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read as _;
-use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use sysinfo::{Disks, System};
+use sysinfo::System;
 use uuid::Uuid;
 use wire::heartbeat::{GpuTelemetry, Telemetry};
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, IMAGE_DIGEST_FILE, InstalledSystem, NodeInventory};
 
 use crate::atomic_file::{self, FileError};
+use crate::bounded_reading::BoundedReading;
+use crate::health::finding_log::Condition;
+use crate::health::machine_conditions::late_readings;
+use crate::ssh;
+use crate::storage::{Space, Storage};
 
 const MIB: u64 = 1024 * 1024;
 const GIB: u64 = 1024 * MIB;
 /// As much as the control plane accepts of a machine id or an image's digest.
 const MAX_SYSTEM_TEXT: u64 = 128;
 
-/// Reads the node's hardware and software; `gpus` are listed already.
-#[must_use]
-pub fn read(
-    gpus: Vec<GpuInfo>,
-    gpu_source: GpuSource,
-    driver_version: Option<String>,
-    executor: ExecutorKind,
-    ssh_host_key_fingerprint: Option<String>,
-) -> NodeInventory {
+/// The readings of the hardware, the software and the load. Each has a thread of its own: what does not answer is as it was before, and
+/// unknown where it never answered.
+pub struct InventoryReadings {
+    /// Where the agent's own sshd has its keys; `None` where tenants do not log in by SSH.
+    ssh_state: Option<PathBuf>,
+    system: BoundedReading<SystemInventory>,
+    ssh_host_key: BoundedReading<Option<String>>,
+    load: BoundedReading<SystemLoad>,
+    meter: Arc<LoadMeter>,
+    storage: Storage,
+    last: LastInventory,
+}
+
+/// As last read.
+#[derive(Debug, Default)]
+struct LastInventory {
+    system: SystemInventory,
+    ssh_host_key: Option<String>,
+    load: SystemLoad,
+    space: Option<Space>,
+}
+
+/// What the system says of itself and its processors.
+#[derive(Debug, Clone)]
+struct SystemInventory {
+    hostname: String,
+    kernel: String,
+    cpu_model: String,
+    cpu_cores: u32,
+    memory_mib: u64,
+    /// `None` where it was not read.
+    installed: Option<InstalledSystem>,
+}
+
+impl Default for SystemInventory {
+    fn default() -> Self {
+        let unknown = || "unknown".to_owned();
+        let (hostname, kernel, cpu_model) = (unknown(), unknown(), unknown());
+        Self { hostname, kernel, cpu_model, cpu_cores: 0, memory_mib: 0, installed: None }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct SystemLoad {
+    cpu_percent: Option<f32>,
+    memory_used_mib: Option<u64>,
+}
+
+impl InventoryReadings {
+    /// Of this machine, whose agent has its state in this folder.
+    #[must_use]
+    pub fn new(executor: ExecutorKind, state_dir: &Path) -> Self {
+        let ssh_state = match executor {
+            // Tenants of the sandbox are not users of the machine.
+            ExecutorKind::Sandbox => None,
+            ExecutorKind::System => Some(state_dir.to_owned()),
+        };
+        Self {
+            ssh_state,
+            system: BoundedReading::of("the system's name, processors, memory and machine id"),
+            ssh_host_key: BoundedReading::of("the host key of SSH"),
+            load: BoundedReading::of("the load of processors and memory"),
+            meter: Arc::new(LoadMeter::default()),
+            storage: Storage::default(),
+            last: LastInventory::default(),
+        }
+    }
+
+    /// Reads all of it. Takes no longer than a moment, whatever does not answer.
+    pub async fn read(&mut self) {
+        let (meter, ssh_state) = (Arc::clone(&self.meter), self.ssh_state.clone());
+        let (system, ssh_host_key, load, space) = tokio::join!(
+            self.system.read(read_system),
+            self.ssh_host_key.read(move || ssh_state.and_then(|folder| ssh::host_key_fingerprint(&folder))),
+            self.load.read(move || meter.read()),
+            self.storage.read(),
+        );
+        let last = &mut self.last;
+        last.system = system.fresh().unwrap_or_else(|| last.system.clone());
+        last.ssh_host_key = ssh_host_key.fresh().unwrap_or_else(|| last.ssh_host_key.clone());
+        last.load = load.fresh().unwrap_or(last.load);
+        last.space = space;
+    }
+
+    /// The inventory as last read, with these GPUs.
+    #[must_use]
+    pub fn inventory(
+        &self,
+        gpus: Vec<GpuInfo>,
+        (gpu_source, driver_version): (GpuSource, Option<String>),
+        executor: ExecutorKind,
+    ) -> NodeInventory {
+        let SystemInventory { hostname, kernel, cpu_model, cpu_cores, memory_mib, installed } =
+            self.last.system.clone();
+        NodeInventory {
+            hostname,
+            kernel,
+            cpu_model,
+            cpu_cores,
+            memory_mib,
+            storage_gib: self.last.space.map_or(0, |space| space.total / GIB),
+            gpus,
+            gpu_source,
+            driver_version,
+            executor,
+            ssh_host_key_fingerprint: self.last.ssh_host_key.clone(),
+            system: installed,
+        }
+    }
+
+    /// The load as last read; that of the GPUs is given.
+    #[must_use]
+    pub fn telemetry(&self, gpus: Vec<GpuTelemetry>) -> Telemetry {
+        let LastInventory { load, space, .. } = &self.last;
+        Telemetry {
+            cpu_percent: load.cpu_percent,
+            memory_used_mib: load.memory_used_mib,
+            storage_used_gib: space.map(|space| space.total.saturating_sub(space.available) / GIB),
+            gpus,
+        }
+    }
+
+    /// What does not answer.
+    #[must_use]
+    pub fn conditions(&self) -> Vec<Condition> {
+        let late = [
+            self.system.late_since().map(|_| self.system.subject()),
+            self.ssh_host_key.late_since().map(|_| self.ssh_host_key.subject()),
+            self.load.late_since().map(|_| self.load.subject()),
+        ];
+        let of_inventory = late_readings("inventory", late.into_iter().flatten());
+        of_inventory.into_iter().chain(late_readings("storage", self.storage.late())).collect()
+    }
+}
+
+fn read_system() -> SystemInventory {
     let system = system();
     let cpus = system.as_ref().map_or(&[][..], |system| system.cpus());
-    NodeInventory {
-        hostname: System::host_name().unwrap_or_else(|_| "unknown".to_owned()),
-        kernel: System::kernel_version().unwrap_or_else(|_| "unknown".to_owned()),
-        cpu_model: cpus.first().map_or_else(|| "unknown".to_owned(), |cpu| cpu.brand().trim().to_owned()),
+    let unknown = SystemInventory::default();
+    SystemInventory {
+        hostname: System::host_name().unwrap_or(unknown.hostname),
+        kernel: System::kernel_version().unwrap_or(unknown.kernel),
+        cpu_model: cpus.first().map_or(unknown.cpu_model, |cpu| cpu.brand().trim().to_owned()),
         cpu_cores: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
         memory_mib: system.as_ref().map_or(0, |system| system.total_memory() / MIB),
-        storage_gib: disk_space().map_or(0, |(total, _)| total / GIB),
-        gpus,
-        gpu_source,
-        driver_version,
-        executor,
-        ssh_host_key_fingerprint,
-        system: Some(installed_system(Path::new("/"))),
+        installed: Some(installed_system(Path::new("/"))),
     }
 }
 
@@ -68,28 +194,23 @@ pub fn boot_id() -> Result<Uuid, FileError> {
 }
 
 /// Measures load between calls.
-pub struct LoadMeter(Mutex<Option<System>>);
-
-impl Default for LoadMeter {
-    fn default() -> Self {
-        Self(Mutex::new(system()))
-    }
-}
+#[derive(Default)]
+struct LoadMeter(Mutex<Option<System>>);
 
 impl LoadMeter {
-    /// Load since the last call (processors) and at this moment (everything else); that of the GPUs is given.
-    #[must_use]
-    pub fn read(&self, gpus: Vec<GpuTelemetry>) -> Telemetry {
-        let mut system = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(system) = system.as_mut() {
-            system.refresh_cpu_usage();
-            system.refresh_memory();
+    /// Load since the last call (processors; since an instant ago at the first) and at this moment (memory).
+    fn read(&self) -> SystemLoad {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match known.as_mut() {
+            Some(system) => {
+                system.refresh_cpu_usage();
+                system.refresh_memory();
+            }
+            None => *known = system(),
         }
-        Telemetry {
-            cpu_percent: system.as_ref().map(System::global_cpu_usage),
-            memory_used_mib: system.as_ref().map(|system| system.used_memory() / MIB),
-            storage_used_gib: disk_space().map(|(total, available)| total.saturating_sub(available) / GIB),
-            gpus,
+        SystemLoad {
+            cpu_percent: known.as_ref().map(System::global_cpu_usage),
+            memory_used_mib: known.as_ref().map(|system| system.used_memory() / MIB),
         }
     }
 }
@@ -101,22 +222,22 @@ fn system() -> Option<System> {
     Some(system)
 }
 
-/// Bytes in total and available, each file system counted once.
-fn disk_space() -> Option<(u64, u64)> {
-    let disks = Disks::new_with_refreshed_list().ok()?;
-    let by_device: BTreeMap<_, _> =
-        disks.iter().map(|disk| (disk.name().to_owned(), (disk.total_space(), disk.available_space()))).collect();
-    Some(by_device.values().fold((0, 0), |sum, disk| (sum.0 + disk.0, sum.1 + disk.1)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_inventory_of_this_machine_is_plausible() {
-        let inventory = read(Vec::new(), GpuSource::None, None, ExecutorKind::Sandbox, None);
+    #[tokio::test]
+    async fn the_inventory_of_this_machine_is_plausible() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut readings = InventoryReadings::new(ExecutorKind::Sandbox, folder.path());
+        let unread = readings.inventory(Vec::new(), (GpuSource::None, None), ExecutorKind::Sandbox);
+        assert_eq!((unread.hostname.as_str(), unread.cpu_cores, unread.system), ("unknown", 0, None));
+        readings.read().await;
+        let inventory = readings.inventory(Vec::new(), (GpuSource::None, None), ExecutorKind::Sandbox);
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
+        assert_eq!((inventory.system, readings.conditions()), (Some(installed_system(Path::new("/"))), Vec::new()));
+        let load = readings.telemetry(Vec::new());
+        assert!(load.memory_used_mib > Some(0) && load.storage_used_gib.is_some(), "{load:?}");
         assert!(boot_id().is_ok());
     }
 

@@ -7,6 +7,7 @@
 pub mod agent_update;
 pub mod agent_user;
 pub mod atomic_file;
+pub mod bounded_reading;
 pub mod config;
 pub mod daemon;
 pub mod diagnostics;
@@ -30,6 +31,7 @@ pub mod server_clock;
 pub mod service_manager;
 pub mod simulated_faults;
 pub mod ssh;
+pub mod storage;
 pub mod system_executor;
 pub mod task_journal;
 pub mod task_plan;

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use agent::agent_user::become_user;
 use agent::chain;
 use agent::config::{AgentCommand, AgentConfig, AgentConfigError, Flags};
-use agent::daemon::Fatal;
+use agent::daemon::{Fatal, STOP_TIMEOUT};
 use agent::service_manager::ServiceManager;
 use agent::system_executor::keyrings::revoke_own;
 use agent::terminal::session_handover::hold;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 /// The configuration is incomplete or wrong; clap uses the same code for flags.
 const WRONG_CONFIGURATION: u8 = 2;
@@ -84,6 +84,7 @@ fn run(config: AgentConfig, manager: Arc<ServiceManager>) -> Result<(), Box<Fata
                 _ = interrupt.recv() => {}
             }
             info!("stopping");
+            end_in_time();
             stop_manager.notify_stopping();
             stop_signal.cancel();
         });
@@ -99,6 +100,18 @@ fn run(config: AgentConfig, manager: Arc<ServiceManager>) -> Result<(), Box<Fata
     // An effect in flight continues from the journal at the next start.
     runtime.shutdown_background();
     ended
+}
+
+/// Ends the process where the stop takes too long: a thread of the runtime may wait for a file system that does not answer.
+fn end_in_time() {
+    let started = std::thread::Builder::new().name("stop".to_owned()).spawn(|| {
+        std::thread::sleep(STOP_TIMEOUT);
+        error!(error_code = "stop_overdue", "the stop hangs: tasks are left to the next start");
+        std::process::exit(1);
+    });
+    if let Err(error) = started {
+        warn!(error_code = "stop_overdue", %error, "nothing ends a stop that hangs");
+    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::Value;
+use tracing::warn;
 use wire::validation::{GpuMeasurements, LoadLevel, LoadReport, ValidationLoad};
 
 use crate::executor::{TaskFailure, TaskOutput};
@@ -111,9 +112,13 @@ impl Validator {
     /// Removes what a killed agent has left in `folder`, where the disk is tested.
     #[must_use]
     pub fn new(programs: PathBuf, folder: PathBuf) -> Self {
-        let this = Self { programs, folder, running: Mutex::default() };
-        this.remove_data();
-        this
+        let left = folder.join(DATA_FILE);
+        // In a thread of its own, since the folder may not answer. A test removes the file as well before it writes.
+        let removal = std::thread::Builder::new().name("validation".to_owned()).spawn(move || fs::remove_file(left));
+        if let Err(error) = removal {
+            warn!(error_code = "validation", %error, "what an earlier validation has left is not removed");
+        }
+        Self { programs, folder, running: Mutex::default() }
     }
 
     /// Applies the load, and adds what it found to the output of the check without load.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub, dead_code)]
 
 mod fake_control_plane;
+mod hanging_mount;
 mod skipped_tests;
 
 use std::fs::File;
@@ -24,6 +25,7 @@ use wire::heartbeat::Heartbeat;
 use wire::inventory::GpuSource;
 
 use fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
+use hanging_mount::OwnMounts;
 
 /// A machine with NVIDIA's driver, as the agent sees it.
 struct GpuMachine {
@@ -83,6 +85,12 @@ impl GpuMachine {
 
     fn log_xid(&mut self, sequence: u64, gpu: u32, xid: u32) {
         self.log(4, sequence, &format!("NVRM: Xid (PCI:0000:{:02x}:00): {xid}, pid=7, name=python", 0x10 + gpu));
+    }
+
+    /// A heartbeat that is sent from here on.
+    async fn next_heartbeat(&self) -> Heartbeat {
+        let sent = self.fake.calls().heartbeats.len();
+        eventually(|| self.fake.calls().heartbeats.get(sent).cloned()).await
     }
 
     fn heartbeat(&self) -> Option<Heartbeat> {
@@ -434,4 +442,55 @@ fn python_with_nvml() -> Option<PathBuf> {
     let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map(PathBuf::from);
     let tools = tools.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../.dev/tools"));
     Some(tools.join("nvml/bin/python")).filter(|python| python.exists())
+}
+
+#[tokio::test]
+async fn mount_that_hangs_keeps_no_heartbeat_no_xid_no_stop_and_no_start_from_its_time() {
+    let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+    let mut node = GpuMachine::with_gpus(2).await;
+    let mut agent = node.agent(&[]);
+    let before = eventually(|| node.heartbeat()).await;
+    let folder = tempfile::tempdir().unwrap();
+    let _hanging = mounts.hang(folder.path());
+    node.next_heartbeat().await;
+    node.log_xid(10, 1, 79);
+    node.finds(&["xid/79 1"]).await;
+    let with = node.next_heartbeat().await;
+    assert_eq!(with.inventory.storage_gib, before.inventory.storage_gib, "it is no storage of the node");
+    agent.signal(Signal::SIGTERM);
+    assert_eq!(agent.exit().await.code(), Some(0));
+    let mut again = node.agent(&[]);
+    let restarted = node.next_heartbeat().await;
+    assert_eq!(restarted.inventory.storage_gib, before.inventory.storage_gib);
+    node.finds(&["xid/79 1"]).await;
+    again.signal(Signal::SIGTERM);
+    assert_eq!(again.exit().await.code(), Some(0));
+}
+
+#[tokio::test]
+async fn state_folder_that_hangs_is_a_finding_and_neither_heartbeats_nor_a_stop_wait_for_it() {
+    let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+    let mut node = GpuMachine::with_gpus(2).await;
+    let mut agent = node.agent(&[]);
+    eventually(|| node.heartbeat()).await;
+    let state = node.folder.path().join("state");
+    let hanging = mounts.hang(&state);
+    node.log_xid(10, 1, 79);
+    let found = node.finds(&["reading/state", "xid/79 1"]).await;
+    let finding = found.iter().find(|finding| finding.probe == "reading").unwrap();
+    assert!(finding.detail.ends_with("/state"), "{}", finding.detail);
+    agent.signal(Signal::SIGTERM);
+    assert!(agent.exit().await.code().is_some(), "it ends by itself");
+    let started = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"))
+        .args(["--env-file", node.folder.path().join("agent.env").to_str().unwrap()])
+        .args(["--state-dir", state.to_str().unwrap(), "--user", "nobody"])
+        .env_clear()
+        .output()
+        .unwrap();
+    let log = String::from_utf8_lossy(&started.stderr);
+    assert_eq!(started.status.code(), Some(1), "{log}");
+    assert!(log.contains("state_folder_hangs"), "{log}");
+    drop(hanging);
+    let _again = node.agent(&[]);
+    node.next_heartbeat().await;
 }

@@ -440,6 +440,7 @@ fn active_node(id: NodeId) -> Node {
         silent_at: year,
         task_types: Some(["agent.update".to_owned()].into()),
         package_digest: None,
+        last_heartbeat: None,
     };
     let heartbeat = node::Request::Heartbeat {
         serial: SERIAL.into(),

@@ -6,23 +6,39 @@ use std::time::Duration;
 use tracing::info;
 use wire::VerifierSet;
 use wire::bundle::fingerprint;
-use wire::heartbeat::{GpuTelemetry, Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
+use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask};
 use wire::task::TASK_TYPES;
 
 use super::execute::AttemptStage;
-use super::{Agent, BACKOFF_BASE, enroll, locked, read_inventory};
+use super::{Agent, BACKOFF_BASE, enroll, locked};
+use crate::bounded_reading::{BoundedReading, Reading};
 use crate::full_jitter::Backoff;
 use crate::health::HealthMonitor;
-use crate::inventory::LoadMeter;
+use crate::inventory::InventoryReadings;
 use crate::unproved_gpus;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// The lower bound of the interval that the control plane sets.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
 
+/// What a heartbeat reads beside the probes of health.
+struct HeartbeatReadings {
+    inventory: InventoryReadings,
+    /// Of the file of nodes' authorities in the state folder.
+    authorities: BoundedReading<Option<String>>,
+    last_authorities: Option<String>,
+    /// The proof of an update in the folder of the package.
+    update_proof: BoundedReading<()>,
+}
+
 impl Agent {
-    pub(super) async fn send_heartbeats(&self) {
-        let meter = Arc::new(LoadMeter::default());
+    pub(super) async fn send_heartbeats(&self, inventory: InventoryReadings) {
+        let mut readings = HeartbeatReadings {
+            inventory,
+            authorities: BoundedReading::of("the file of nodes' authorities"),
+            last_authorities: None,
+            update_proof: BoundedReading::of("the proof of an update"),
+        };
         let heartbeat_now = Arc::clone(&self.heartbeat_now);
         let mut monitor = HealthMonitor::start(
             &self.config,
@@ -37,7 +53,7 @@ impl Agent {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         let mut is_in_contact = false;
         while !self.stop.is_cancelled() {
-            let heartbeat = self.heartbeat(&meter, &mut monitor).await;
+            let heartbeat = self.heartbeat(&mut readings, &mut monitor).await;
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.heartbeat(&heartbeat) => answer,
@@ -49,7 +65,7 @@ impl Agent {
                     if !std::mem::replace(&mut is_in_contact, true) {
                         info!("in contact");
                     }
-                    self.prove_update().await;
+                    self.prove_update(&mut readings.update_proof).await;
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
                     monitor.accept(&answer.accepted_findings);
@@ -80,9 +96,12 @@ impl Agent {
         }
     }
 
-    async fn heartbeat(&self, meter: &Arc<LoadMeter>, monitor: &mut HealthMonitor) -> Heartbeat {
-        let unproved = unproved_gpus::conditions(&self.executor.unproved_gpus());
-        let observed = monitor.observe(&self.gpus, &self.clock, unproved).await;
+    async fn heartbeat(&self, readings: &mut HeartbeatReadings, monitor: &mut HealthMonitor) -> Heartbeat {
+        readings.inventory.read().await;
+        let mut known = readings.inventory.conditions();
+        known.extend(unproved_gpus::conditions(&self.executor.unproved_gpus()));
+        let observed = monitor.observe(&self.gpus, &self.clock, known).await;
+        let node_ca_bundle_fingerprint = self.authorities(readings).await;
         let (source, executor) = (self.gpus.source(), self.executor.kind());
         Heartbeat {
             boot_id: self.boot_id,
@@ -90,22 +109,26 @@ impl Agent {
             package_digest: self.updates.digest(),
             protocol: self.config.simulated_faults.protocol(),
             sent_at: self.clock.now(),
-            inventory: read_inventory(
-                observed.gpus,
-                (source, observed.driver_version),
-                executor,
-                &self.config.state_dir,
-            )
-            .await,
-            telemetry: measure(meter, observed.load).await,
+            inventory: readings.inventory.inventory(observed.gpus, (source, observed.driver_version), executor),
+            telemetry: readings.inventory.telemetry(observed.load),
             health: observed.health,
             verifier_set_version: locked(&self.verifiers).version(),
             running: self.running(),
-            // A bundle that cannot be read is reported as absent, and the control plane sends it again.
             task_types: Some(TASK_TYPES.map(str::to_owned).to_vec()),
-            node_ca_bundle_fingerprint: Some(self.identities.node_cas_fingerprint().ok().flatten().unwrap_or_default()),
+            node_ca_bundle_fingerprint,
             findings: Some(observed.findings),
         }
+    }
+
+    /// A bundle that cannot be read is reported as absent, and the control plane sends it again; nothing is reported of one whose disk has
+    /// not answered yet.
+    async fn authorities(&self, readings: &mut HeartbeatReadings) -> Option<String> {
+        let identities = self.identities.clone();
+        let read = move || Some(identities.node_cas_fingerprint().ok().flatten().unwrap_or_default());
+        if let Reading::Fresh(fingerprint) = readings.authorities.read(read).await {
+            readings.last_authorities = fingerprint;
+        }
+        readings.last_authorities.clone()
     }
 
     fn running(&self) -> Vec<RunningTask> {
@@ -136,9 +159,4 @@ impl Agent {
             self.renew_within.send_replace(Some(Duration::from_secs(seconds.into())));
         }
     }
-}
-
-async fn measure(meter: &Arc<LoadMeter>, gpus: Vec<GpuTelemetry>) -> Telemetry {
-    let meter = Arc::clone(meter);
-    tokio::task::spawn_blocking(move || meter.read(gpus)).await.unwrap_or_default()
 }

@@ -10,6 +10,7 @@ use wire::task::{TaskOrigin, TaskPayload, UpdateAgent};
 use super::execute::{AttemptStage, Effect, outcome};
 use super::{Agent, locked};
 use crate::agent_update::{Begun, in_use};
+use crate::bounded_reading::BoundedReading;
 use crate::chain;
 use crate::executor::TaskFailure;
 use crate::task_journal::JournalEntry;
@@ -92,14 +93,14 @@ impl Agent {
     }
 
     /// After an answered heartbeat.
-    pub(super) async fn prove_update(&self) {
+    pub(super) async fn prove_update(&self, proof: &mut BoundedReading<()>) {
         let updates = Arc::clone(&self.updates);
-        match tokio::task::spawn_blocking(move || updates.prove()).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
+        let prove = move || {
+            if let Err(error) = updates.prove() {
                 warn!(error_code = "update_proof", error = chain(&error), "the finalizer gets no proof; trying again");
             }
-            Err(panic) => warn!(error_code = "update_proof", error = %panic, "the finalizer gets no proof"),
-        }
+        };
+        // The next heartbeat looks for it where it is late.
+        proof.read(prove).await;
     }
 }

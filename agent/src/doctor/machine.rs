@@ -1,6 +1,7 @@
 //! The machine: driver, control groups, programs, limits, disks.
 
-use super::variable;
+use super::{DISK, variable};
+use crate::bounded_reading::{BoundedReading, Reading, WAIT};
 use crate::config::{AgentConfig, ExecutorChoice, Flags};
 use crate::gpu_probe::{GpuError, GpuProbe, GpuSurvey};
 use crate::system_executor::device_guard::{DeviceFilesFault, check_driver_parameters};
@@ -172,24 +173,34 @@ fn judge_open_files(limit: u64) -> DiagnosticFinding {
 }
 
 pub(super) fn disks(flags: &Flags) -> Vec<DiagnosticFinding> {
-    use std::os::unix::fs::MetadataExt as _;
     let state = AgentConfig::peek(flags, variable).ok().map(|config| config.state_dir);
     let folders = [Some(PathBuf::from("/")), Some(PathBuf::from("/var/log")), Some(PathBuf::from("/tmp")), state];
+    judge_disks(folders.into_iter().flatten())
+}
+
+/// Each file system once; one that does not answer keeps no other from being judged.
+fn judge_disks(folders: impl Iterator<Item = PathBuf>) -> Vec<DiagnosticFinding> {
+    use std::os::unix::fs::MetadataExt as _;
     let mut seen = std::collections::BTreeSet::new();
-    let is_new = |folder: &PathBuf| std::fs::metadata(folder).is_ok_and(|it| seen.insert(it.dev()));
-    folders
-        .into_iter()
-        .flatten()
-        .filter(is_new)
-        .collect::<Vec<_>>()
-        .iter()
-        .map(|folder| machine::disk(folder))
-        .collect()
+    let judge = |folder: PathBuf| {
+        let asked = folder.clone();
+        let look = move || Some((std::fs::metadata(&asked).ok()?.dev(), machine::disk(&asked)));
+        match BoundedReading::of(folder.display().to_string()).read_within(WAIT, look) {
+            Reading::Fresh(found) => found.filter(|(device, _)| seen.insert(*device)).map(|(_, finding)| finding),
+            Reading::Late { .. } => {
+                let summary = format!("{}: its file system does not answer", folder.display());
+                Some(DiagnosticFinding::error(summary, DISK))
+            }
+        }
+    };
+    folders.filter_map(judge).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bounded_reading::hanging_mount::OwnMounts;
+    use crate::terminal::skipped_tests;
     use telemetry::diagnosis::DiagnosticLevel::{Error, Ok as Fine, Warning};
 
     #[test]
@@ -227,5 +238,15 @@ mod tests {
         let address: SocketAddr = "192.0.2.1:2222".parse().unwrap();
         assert_eq!(judge_port(address, Err(ErrorKind::AddrNotAvailable)).level, Error);
         assert_eq!(judge_port(address, Err(ErrorKind::AddrInUse)).level, Fine);
+    }
+
+    #[test]
+    fn folder_that_hangs_is_an_error_and_the_others_are_judged() {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+        let _hanging = mounts.hang(folder.path());
+        let found = judge_disks([folder.path().to_owned(), PathBuf::from("/"), PathBuf::from("/etc")].into_iter());
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].level == Error && found[0].summary.ends_with("does not answer"), "{found:?}");
     }
 }

@@ -271,7 +271,7 @@ mod tests {
         let survey = states(&[IN_PROGRESS]);
         let mut log = FindingLog::open(folder.path(), Uuid::nil());
         assert_eq!(observed(&survey, &mut log), vec![]);
-        log.store();
+        log.store_all();
         let found = observed(&survey, &mut FindingLog::open(folder.path(), Uuid::nil()));
         assert_eq!(found.iter().map(name).collect::<Vec<_>>(), ["fabric/in_progress machine"]);
         let rebooted = observed(&survey, &mut FindingLog::open(folder.path(), Uuid::from_u128(1)));

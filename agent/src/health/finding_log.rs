@@ -11,6 +11,7 @@ use wire::finding::{Finding, MAX_FINDING_DETAIL, MAX_FINDINGS};
 use wire::inventory::GpuInfo;
 
 use crate::atomic_file::{self, FileError, PRIVATE};
+use crate::bounded_reading::{BoundedReading, Reading, WAIT};
 use crate::chain;
 use crate::integrity;
 
@@ -72,6 +73,8 @@ pub struct FindingLog {
     path: PathBuf,
     state: State,
     stored: State,
+    /// The disk may not answer.
+    write: BoundedReading<(State, Result<(), FileError>)>,
     /// True while the file cannot be written, which is logged once.
     is_failing: bool,
 }
@@ -153,7 +156,8 @@ impl FindingLog {
                 ..State::default()
             }
         };
-        Self { path, state, stored, is_failing: false }
+        let write = BoundedReading::of(path.display().to_string());
+        Self { path, state, stored, write, is_failing: false }
     }
 
     /// The position in the kernel's log up to which its events are findings.
@@ -284,26 +288,26 @@ impl FindingLog {
     }
 
     /// Stores the findings where they changed. A power failure ends the boot and with it most of what is stored: only what outlives it is
-    /// synced.
+    /// synced. A disk that does not answer is waited for no longer than a moment: what is known then is stored once it has.
     pub fn store(&mut self) {
-        if self.state == self.stored {
+        if self.state == self.stored && !self.write.is_in_flight() {
             return;
         }
-        let stored = serde_json::to_vec(&self.state)
-            .map_err(|error| FileError::at("write", &self.path)(error.into()))
-            .and_then(|text| match self.state.altered_machine().eq(self.stored.altered_machine()) {
-                true => atomic_file::write_without_sync(&self.path, &text, PRIVATE),
-                false => atomic_file::write_atomically(&self.path, &text, PRIVATE),
-            });
-        match stored {
-            Ok(()) => {
-                self.stored = self.state.clone();
+        let (path, state) = (self.path.clone(), self.state.clone());
+        let is_synced = !self.state.altered_machine().eq(self.stored.altered_machine());
+        let written = self.write.read_within(WAIT, move || {
+            let stored = write(&path, &state, is_synced);
+            (state, stored)
+        });
+        match written {
+            Reading::Fresh((state, Ok(()))) => {
+                self.stored = state;
                 self.is_failing = false;
             }
-            Err(error) if !std::mem::replace(&mut self.is_failing, true) => {
+            Reading::Fresh((_, Err(error))) if !std::mem::replace(&mut self.is_failing, true) => {
                 warn!(error_code = "node_storage", error = chain(&error), "the health findings cannot be stored");
             }
-            Err(_) => {}
+            Reading::Fresh((_, Err(_))) | Reading::Late { .. } => {}
         }
     }
 
@@ -330,10 +334,28 @@ impl FindingLog {
     }
 }
 
+fn write(path: &Path, state: &State, is_synced: bool) -> Result<(), FileError> {
+    let text = serde_json::to_vec(state).map_err(|error| FileError::at("write", path)(error.into()))?;
+    match is_synced {
+        true => atomic_file::write_atomically(path, &text, PRIVATE),
+        false => atomic_file::write_without_sync(path, &text, PRIVATE),
+    }
+}
+
 /// Text without control characters and of a bounded length.
 fn bounded(text: &str) -> String {
     let one_line = text.chars().map(|character| if character.is_control() { ' ' } else { character });
     one_line.take(MAX_FINDING_DETAIL).collect()
+}
+
+#[cfg(test)]
+impl FindingLog {
+    /// Stores the findings, however long the disk takes.
+    pub(crate) fn store_all(&mut self) {
+        while self.state != self.stored || self.write.is_in_flight() {
+            self.store();
+        }
+    }
 }
 
 #[cfg(test)]
@@ -363,7 +385,7 @@ mod tests {
         log.note_event(&xid("79"), occurred(1, 10));
         log.set_kernel_log_position(Some(7));
         log.set_address("0000:3b:00", "GPU-1");
-        log.store();
+        log.store_all();
         let mut repeated = FindingLog::open(folder.path(), BOOT);
         assert_eq!((repeated.kernel_log_position(), repeated.gpu_at("0000:3b:00")), (Some(7), Some("GPU-1")));
         repeated.note_event(&xid("79"), occurred(2, 20));
@@ -382,7 +404,7 @@ mod tests {
         let altered = Condition::of_machine("privilege", "sudoers", "a rule of eve").with_state("s".to_owned());
         let disk = Condition::of_machine("disk", "full", "no room");
         log.note_conditions(&[altered.clone(), disk], |_| false, at(1));
-        log.store();
+        log.store_all();
         let mut next = FindingLog::open(folder.path(), Uuid::from_u128(2));
         assert_eq!(next.report().iter().map(|it| it.probe.as_str()).collect::<Vec<_>>(), ["privilege"]);
         // Nothing was compared yet in this boot.
@@ -390,7 +412,7 @@ mod tests {
         assert_eq!(next.report().len(), 1);
         (9..19).for_each(|second| next.note_conditions(&[], |_| false, at(second)));
         assert_eq!(next.report(), vec![]);
-        next.store();
+        next.store_all();
         assert_eq!(FindingLog::open(folder.path(), Uuid::from_u128(3)).report(), vec![]);
     }
 
@@ -418,7 +440,7 @@ mod tests {
         let mut observe = |state: &str, seconds: i64| {
             let condition = Condition::of_machine("privilege", "setuid", state).with_state(state.to_owned());
             log.note_conditions(&[condition], |_| false, at(seconds));
-            log.store();
+            log.store_all();
             let found = log.report().remove(0);
             let latest = log.state_of("privilege", "setuid", (BOOT, found.count)).map(str::to_owned);
             assert_eq!(log.state_of("privilege", "setuid", (BOOT, found.count + 1)), None);

@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 
 use chrono::TimeDelta;
 use nix::sys::statvfs::{FsFlags, statvfs};
+use wire::finding::Finding;
 
 use super::finding_log::Condition;
+use crate::bounded_reading::{BoundedReading, LATE_AFTER};
 use crate::server_clock::describe_offset;
 
 /// With less space the agent may not be able to journal a task.
@@ -15,13 +17,19 @@ const LEAST_FILES: u64 = 1000;
 /// The memory controllers whose errors the kernel counts.
 const MEMORY_CONTROLLERS: &str = "/sys/devices/system/edac/mc";
 
-/// Probes the machine.
+/// The probe of readings that do not answer.
+pub const READING: &str = "reading";
+
+/// Probes the machine. What does not answer keeps nothing else from being probed.
 pub struct MachineProbe {
     root: PathBuf,
     state_dir: PathBuf,
     memory_controllers: PathBuf,
-    /// Some systems have a read-only root by design.
-    root_was_read_only: bool,
+    /// Some systems have a read-only root by design. `None` before it was read.
+    root_was_read_only: Option<bool>,
+    root_state: BoundedReading<Option<bool>>,
+    state_space: BoundedReading<Option<(u64, Option<u64>)>>,
+    memory_errors: BoundedReading<Option<u64>>,
 }
 
 impl MachineProbe {
@@ -32,20 +40,38 @@ impl MachineProbe {
     }
 
     fn of(root: PathBuf, state_dir: PathBuf, memory_controllers: PathBuf) -> Self {
-        let root_was_read_only = is_read_only(&root) == Some(true);
-        Self { root, state_dir, memory_controllers, root_was_read_only }
+        let shown = |path: &Path| path.display().to_string();
+        Self {
+            root_state: BoundedReading::of(shown(&root)),
+            state_space: BoundedReading::of(shown(&state_dir)),
+            memory_errors: BoundedReading::of(shown(&memory_controllers)),
+            root,
+            state_dir,
+            memory_controllers,
+            root_was_read_only: None,
+        }
     }
 
     /// The conditions at this moment. `clock_offset` is how far the machine's clock is ahead of the control plane's, if it is wrong.
-    #[must_use]
-    pub fn observed(&self, clock_offset: Option<TimeDelta>) -> Vec<Condition> {
+    pub async fn observed(&mut self, clock_offset: Option<TimeDelta>) -> Vec<Condition> {
+        let (root, state_dir) = (self.root.clone(), self.state_dir.clone());
+        let controllers = self.memory_controllers.clone();
+        let (root_state, state_space, memory_errors) = tokio::join!(
+            self.root_state.read(move || is_read_only(&root)),
+            self.state_space.read(move || space(&state_dir)),
+            self.memory_errors.read(move || uncorrectable_errors(&controllers)),
+        );
         let mut found = Vec::new();
-        if !self.root_was_read_only && is_read_only(&self.root) == Some(true) {
+        if let Some(is_read_only) = root_state.fresh().flatten()
+            && !*self.root_was_read_only.get_or_insert(is_read_only)
+            && is_read_only
+        {
             let detail = format!("{} is mounted read-only, and was not when the agent started", self.root.display());
             found.push(Condition::of_machine("disk", "read_only", detail));
         }
-        found.extend(space(&self.state_dir).and_then(|(bytes, files)| too_little(&self.state_dir, bytes, files)));
-        if let Some(errors) = uncorrectable_errors(&self.memory_controllers).filter(|errors| *errors > 0) {
+        let state_space = state_space.fresh().flatten();
+        found.extend(state_space.and_then(|(bytes, files)| too_little(&self.state_dir, bytes, files)));
+        if let Some(errors) = memory_errors.fresh().flatten().filter(|errors| *errors > 0) {
             let detail = format!("{errors} uncorrectable errors of the machine's memory since the boot");
             found.push(Condition::of_machine("memory", "uncorrectable", detail));
         }
@@ -53,8 +79,35 @@ impl MachineProbe {
             let detail = format!("the machine's clock is {} the control plane's", describe_offset(offset));
             found.push(Condition::of_machine("clock", "skew", detail));
         }
+        found.extend(late_reading("root", &self.root_state));
+        found.extend(late_reading("state", &self.state_space));
+        found.extend(late_reading("memory_errors", &self.memory_errors));
         found
     }
+
+    /// Whether nothing is known of this finding, since its reading has not answered.
+    #[must_use]
+    pub fn is_unknown(&self, finding: &Finding) -> bool {
+        match (finding.probe.as_str(), finding.code.as_str()) {
+            ("disk", "read_only") => self.root_state.is_in_flight(),
+            ("disk", "full") => self.state_space.is_in_flight(),
+            ("memory", "uncorrectable") => self.memory_errors.is_in_flight(),
+            _ => false,
+        }
+    }
+}
+
+/// The condition that a reading does not answer.
+pub fn late_reading<T: Send + 'static>(code: &str, reading: &BoundedReading<T>) -> Option<Condition> {
+    late_readings(code, reading.late_since().map(|_| reading.subject()).into_iter())
+}
+
+/// The condition that readings of one kind do not answer, which it names.
+pub fn late_readings<'a>(code: &str, late: impl Iterator<Item = &'a str>) -> Option<Condition> {
+    let late: Vec<&str> = late.collect();
+    let detail = || format!("no answer for more than {} s: {}", LATE_AFTER.as_secs(), late.join(", "));
+    // Another set of them is another occurrence, so that the detail is of what does not answer now.
+    (!late.is_empty()).then(|| Condition::of_machine(READING, code, detail()).with_state(late.join("\n")))
 }
 
 fn is_read_only(path: &Path) -> Option<bool> {
@@ -92,18 +145,19 @@ fn uncorrectable_errors(controllers: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bounded_reading::hanging_mount::OwnMounts;
     use crate::terminal::skipped_tests;
 
-    #[test]
-    fn memory_errors_of_all_controllers_are_added_up() {
+    #[tokio::test]
+    async fn memory_errors_of_all_controllers_are_added_up() {
         let folder = tempfile::tempdir().unwrap();
-        let probe = MachineProbe::of("/".into(), folder.path().into(), folder.path().join("mc"));
-        assert_eq!(probe.observed(None), vec![], "a machine whose kernel counts nothing");
+        let mut probe = MachineProbe::of("/".into(), folder.path().into(), folder.path().join("mc"));
+        assert_eq!(probe.observed(None).await, vec![], "a machine whose kernel counts nothing");
         for (name, count) in [("mc0", "0\n"), ("mc1", "2\n"), ("mc2", "1\n"), ("power", "")] {
             fs::create_dir_all(folder.path().join("mc").join(name)).unwrap();
             fs::write(folder.path().join("mc").join(name).join("ue_count"), count).unwrap();
         }
-        let found = probe.observed(None);
+        let found = probe.observed(None).await;
         assert_eq!((found.len(), found[0].key.probe), (1, "memory"));
         assert!(found[0].detail.starts_with("3 uncorrectable"), "{found:?}");
     }
@@ -118,8 +172,8 @@ mod tests {
         assert!(files.detail.ends_with("3 more files can be created") && files.key.code == "full");
     }
 
-    #[test]
-    fn read_only_root_is_a_condition_only_where_it_was_writable() {
+    #[tokio::test]
+    async fn read_only_root_is_a_condition_only_where_it_was_writable() {
         let folder = tempfile::tempdir().unwrap();
         // The file system of processes' namespaces is never writable for files; sysfs may be either, so a real one is looked for.
         let read_only = fs::read_to_string("/proc/self/mounts").unwrap();
@@ -131,17 +185,70 @@ mod tests {
             return skipped_tests::report_skipped("no file system here is mounted read-only");
         };
         let mut probe = MachineProbe::of(read_only, folder.path().into(), folder.path().join("mc"));
-        assert_eq!(probe.observed(None), vec![], "by design");
-        probe.root_was_read_only = false;
-        assert_eq!(probe.observed(None)[0].key.code, "read_only");
+        assert_eq!(probe.observed(None).await, vec![], "by design");
+        probe.root_was_read_only = Some(false);
+        assert_eq!(probe.observed(None).await[0].key.code, "read_only");
     }
 
-    #[test]
-    fn clock_that_is_off_is_a_condition() {
+    #[tokio::test]
+    async fn clock_that_is_off_is_a_condition() {
         let folder = tempfile::tempdir().unwrap();
-        let probe = MachineProbe::of("/".into(), folder.path().into(), folder.path().join("mc"));
-        let detail = |seconds| probe.observed(Some(TimeDelta::seconds(seconds)))[0].detail.clone();
-        assert_eq!(detail(-42), "the machine's clock is 42 s behind the control plane's");
-        assert_eq!(detail(90_000), "the machine's clock is 90000 s (25 hours) ahead of the control plane's");
+        let mut probe = MachineProbe::of("/".into(), folder.path().into(), folder.path().join("mc"));
+        for (seconds, detail) in [
+            (-42, "the machine's clock is 42 s behind the control plane's"),
+            (90_000, "the machine's clock is 90000 s (25 hours) ahead of the control plane's"),
+        ] {
+            assert_eq!(probe.observed(Some(TimeDelta::seconds(seconds))).await[0].detail, detail);
+        }
+    }
+
+    #[tokio::test]
+    async fn reading_that_hangs_is_a_condition_with_its_path_and_the_others_are_probed() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut probe = MachineProbe::of("/".into(), folder.path().into(), folder.path().join("mc"));
+        let (_answer, hanging) = std::sync::mpsc::channel::<()>();
+        let full = Finding {
+            probe: "disk".into(),
+            gpu_uuid: None,
+            code: "full".into(),
+            count: 1,
+            first_at: chrono::DateTime::UNIX_EPOCH,
+            last_at: chrono::DateTime::UNIX_EPOCH,
+            boot_id: uuid::Uuid::nil(),
+            detail: String::new(),
+        };
+        assert!(!probe.is_unknown(&full));
+        let hangs = move || {
+            let _ = hanging.recv();
+            None
+        };
+        probe.state_space.read(hangs).await;
+        assert_eq!((probe.observed(None).await, probe.is_unknown(&full)), (vec![], true), "it may be busy");
+        probe.state_space.make_late();
+        fs::create_dir_all(folder.path().join("mc/mc0")).unwrap();
+        fs::write(folder.path().join("mc/mc0/ue_count"), "1\n").unwrap();
+        let found = probe.observed(None).await;
+        let codes: Vec<_> = found.iter().map(|found| (found.key.probe, found.key.code.as_str())).collect();
+        assert_eq!(codes, [("memory", "uncorrectable"), ("reading", "state")]);
+        let path = folder.path().display().to_string();
+        assert_eq!(found[1].detail, format!("no answer for more than 10 s: {path}"));
+    }
+
+    #[tokio::test]
+    async fn memory_controllers_that_hang_are_a_condition_until_they_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let controllers = folder.path().join("mc");
+        fs::create_dir(&controllers).unwrap();
+        let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+        let hanging = mounts.hang(&controllers);
+        let mut probe = MachineProbe::of("/".into(), folder.path().into(), controllers);
+        assert_eq!(probe.observed(None).await, vec![]);
+        probe.memory_errors.make_late();
+        let found = probe.observed(None).await;
+        assert_eq!((found.len(), found[0].key.code.as_str()), (1, "memory_errors"), "{found:?}");
+        drop(hanging);
+        while !probe.observed(None).await.is_empty() {
+            tokio::task::yield_now().await;
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Accounts that are no tenant's: those with the rights of root, all others, their passwords, and the keys with which they are entered.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::bounded_file::{self, CONFIGURATION_BYTES, digest};
 use super::privileges::{Observed, name_of};
 use super::recorded_tenants::RecordedTenants;
+use crate::bounded_reading::{BoundedReading, LATE_AFTER, Reading};
 
 const PASSWD: &str = "/etc/passwd";
 const SHADOW: &str = "/etc/shadow";
@@ -98,13 +99,22 @@ impl<'a> MachineAccounts<'a> {
     /// The authorized keys of all accounts but tenants', and what is in the folder of tenants' keys and is not what the agent has written.
     /// `listed` are the names in that folder as of before the accounts were read: a tenant's account is made before its keys.
     #[must_use]
-    pub fn authorized_keys(&self, (folder, listed): (&Path, &io::Result<Vec<PathBuf>>)) -> Observed {
+    pub fn authorized_keys(
+        &self,
+        (folder, listed): (&Path, &io::Result<Vec<PathBuf>>),
+        reads: &mut HomeReads,
+    ) -> Observed {
         let mut observed = Observed { incomplete: self.unread.incomplete.clone(), ..Observed::default() };
         let of_others = self.accounts.iter().filter(|account| !account.is_tenants);
         let homes: BTreeSet<&Path> = of_others.map(|account| account.home.as_path()).collect();
-        for home in homes {
-            for file in KEY_FILES {
-                observe_keys(self.root, &home.join(file), None, &mut observed);
+        for home in reads.of_homes(self.root, &homes) {
+            match home {
+                (_, Reading::Fresh(files)) => {
+                    files.into_iter().for_each(|(path, read)| observe_keys(&path, read, None, &mut observed));
+                }
+                (home, Reading::Late { .. }) => {
+                    observed.fail(|| format!("{}: its file system does not answer", name_of(home)));
+                }
             }
         }
         match listed {
@@ -117,7 +127,8 @@ impl<'a> MachineAccounts<'a> {
                         Some(Some(digest)) => Some(digest.as_str()),
                         None => None,
                     };
-                    observe_keys(self.root, &folder.join(name), written, &mut observed);
+                    let path = folder.join(name);
+                    observe_keys(&path, read_keys(self.root, &path), written, &mut observed);
                 }
             }
             Err(error) => observed.fail(|| format!("{}: {error}", folder.display())),
@@ -176,11 +187,44 @@ pub fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
+/// The content of a file with keys. `None`: there is none.
+type KeysRead = io::Result<Option<Vec<u8>>>;
+
+/// The files of a home, as they were read.
+type HomeKeys = Vec<(PathBuf, KeysRead)>;
+
+/// Reads of the keys in accounts' homes. A home may be on a file system of another machine, or of a program, that does not answer: each home
+/// has a reading of its own, so that the others are compared.
+#[derive(Debug, Default)]
+pub struct HomeReads(BTreeMap<PathBuf, BoundedReading<HomeKeys>>);
+
+impl HomeReads {
+    fn of_homes<'a>(&mut self, root: &Path, homes: &BTreeSet<&'a Path>) -> Vec<(&'a Path, Reading<HomeKeys>)> {
+        self.0.retain(|home, reading| reading.is_in_flight() || homes.contains(home.as_path()));
+        let read = |home: &'a Path| {
+            let subject = || format!("keys in {}", home.display());
+            let reading = self.0.entry(home.to_owned()).or_insert_with(|| BoundedReading::of(subject()));
+            let (root, home_path) = (root.to_owned(), home.to_owned());
+            let of_file = move |file: &str| {
+                let path = home_path.join(file);
+                let read = read_keys(&root, &path);
+                (path, read)
+            };
+            (home, reading.read_within(LATE_AFTER, move || KEY_FILES.map(of_file).into()))
+        };
+        homes.iter().copied().map(read).collect()
+    }
+}
+
+fn read_keys(root: &Path, path: &Path) -> KeysRead {
+    Ok(bounded_file::read(&below(root, path), CONFIGURATION_BYTES)?.map(|(content, _)| content))
+}
+
 /// Each line that is a key is an entry of its own; its options decide too. None of them where the file is as it was `written`.
-fn observe_keys(root: &Path, path: &Path, written: Option<&str>, observed: &mut Observed) {
-    match bounded_file::read(&below(root, path), CONFIGURATION_BYTES) {
-        Ok(Some((content, _))) if written == Some(digest(&content).as_str()) => {}
-        Ok(Some((content, _))) => {
+fn observe_keys(path: &Path, read: KeysRead, written: Option<&str>, observed: &mut Observed) {
+    match read {
+        Ok(Some(content)) if written == Some(digest(&content).as_str()) => {}
+        Ok(Some(content)) => {
             let lines = content.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii);
             for line in lines.filter(|line| !line.is_empty() && !line.starts_with(b"#")) {
                 observed.add(format!("{} key {}", name_of(path), &digest(line)[..DIGITS]), String::new());

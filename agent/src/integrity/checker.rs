@@ -8,7 +8,7 @@ use std::time::Duration;
 use chrono::Utc;
 use tracing::{info, warn};
 
-use super::accounts::{MachineAccounts, key_files};
+use super::accounts::{HomeReads, MachineAccounts, key_files};
 use super::baseline::{Baseline, BaselineFile, StoredBaseline};
 use super::groups;
 use super::listeners::{self, PortRange};
@@ -60,6 +60,7 @@ pub struct PrivilegeChecker {
     file: BaselineFile,
     baseline: BaselineState,
     search: SetuidSearch,
+    homes: HomeReads,
     /// What was observed last.
     observed: Privileges,
     /// Why the last observation of a kind was not complete.
@@ -105,6 +106,7 @@ impl PrivilegeChecker {
             file,
             baseline,
             search: SetuidSearch::default(),
+            homes: HomeReads::default(),
             observed: Privileges::new(),
             incomplete: BTreeMap::new(),
             differences: Privileges::new(),
@@ -298,7 +300,7 @@ impl PrivilegeChecker {
             (PrivilegeKind::UidZero, accounts.with_uid_zero()),
             (PrivilegeKind::Account, accounts.without_uid_zero()),
             (PrivilegeKind::GroupMember, groups::observe(&settings.root, &accounts)),
-            (PrivilegeKind::AuthorizedKeys, accounts.authorized_keys((&settings.keys, &listed))),
+            (PrivilegeKind::AuthorizedKeys, accounts.authorized_keys((&settings.keys, &listed), &mut self.homes)),
             (
                 PrivilegeKind::ListeningPort,
                 listeners::observe(&settings.root, &uids, &settings.ignored_ports, settings.ssh_listen),

@@ -109,7 +109,10 @@ impl SetuidSearch {
             }
         };
         let homes = below(&folders.root, &folders.homes);
-        starts.push(homes.clone());
+        // The homes of another machine, or of a program, are its affair, as what is mounted from there elsewhere.
+        if !is_machine || mounts.is_on_local(&homes) {
+            starts.push(homes.clone());
+        }
         for start in starts {
             let until = Instant::now() + self.limit;
             let (mut count, mut ended) = (0_usize, None);

@@ -141,3 +141,16 @@ fn order_that_is_repeated_with_every_heartbeat_is_stored_once() {
     monitor.accept("setuid", "b");
     assert_eq!(monitor.accepted().len(), 2);
 }
+
+#[test]
+fn comparison_without_progress_is_a_condition_until_it_goes_on() {
+    let monitor = IntegrityMonitor::with_conditions(Some(Vec::new()));
+    assert_eq!(monitor.late(), None, "none is in progress");
+    monitor.note_progress();
+    assert_eq!(monitor.late(), None);
+    monitor.shared().progress_at = Some(Instant::now() - PROGRESS_WITHIN);
+    let late = monitor.late().unwrap();
+    assert_eq!((late.key.probe, late.key.code.as_str()), ("reading", "integrity"));
+    monitor.note_progress();
+    assert_eq!(monitor.late(), None);
+}

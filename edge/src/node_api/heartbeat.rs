@@ -28,9 +28,10 @@ pub(super) async fn heartbeat(
         boot_id: beat.boot_id.to_string(),
         agent_version: inventory::agent_version(&beat.agent_version)?,
         protocol: beat.protocol,
-        // The node's state machine sets these two.
+        // The node's state machine sets these three.
         last_seen_at: now,
         silent_at: now,
+        last_heartbeat: None,
         task_types: beat.task_types.map(inventory::task_types).transpose()?,
         package_digest: beat.package_digest.and_then(|digest| digest.to_string().parse().ok()),
     };

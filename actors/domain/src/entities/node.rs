@@ -65,7 +65,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
 pub use crate::hardware::PromisedHardware;
-pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory, ReportedSystem};
+pub use agent_contact::{
+    AgentContact, LastHeartbeat, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory, ReportedSystem,
+};
 pub use agent_update::AgentUpdate;
 pub use evacuation::Evacuation;
 pub use fact::Fact;
@@ -476,6 +478,7 @@ impl Machine for Node {
             | Phase::Removed => None,
         };
         let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline()).chain(self.repair_deadline());
+        let others = others.chain(self.monitoring_deadline());
         let of_machine = self.machine.as_ref().and_then(ProvidedMachine::deadline);
         let others = others.chain(of_machine).chain(self.reimage_deadline());
         of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)

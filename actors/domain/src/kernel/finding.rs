@@ -92,7 +92,8 @@ impl FindingRule {
 }
 
 /// The probes whose findings are about the machine.
-const MACHINE_PROBES: &[&str] = &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "package", "privilege"];
+const MACHINE_PROBES: &[&str] =
+    &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "reading", "package", "privilege"];
 /// The probe whose findings an administrator accepts by clearing them: the agent then compares with what they are about (decision 0057).
 pub const PRIVILEGE_PROBE: &str = "privilege";
 
@@ -247,6 +248,13 @@ table! {
         "memory" "uncorrectable": LEAVE, HARDWARE, Reboot, "uncorrectable errors of the machine's memory", MACHINE_TO_LEAVE;
         "clock" "skew": SHOWN, SOFTWARE, None, "the clock differs from the control plane's", "";
         "kernel_log" "overrun": SHOWN, SOFTWARE, None, "lines of the kernel's log were lost: a fault may be unknown", "";
+        // A reading that hangs stops no other, and its present tenants run on.
+        "reading" "root": WITHHELD, SOFTWARE, None, "the root file system does not answer", "";
+        "reading" "state": WITHHELD, SOFTWARE, None, "the agent's state folder does not answer: no task can be recorded", "";
+        "reading" "storage": WITHHELD, SOFTWARE, None, "a disk of the machine does not answer", "";
+        "reading" "integrity": WITHHELD, SOFTWARE, None, "the machine's integrity is not compared: a file system does not answer", "";
+        "reading" "memory_errors": SHOWN, SOFTWARE, None, "the kernel's counts of memory errors cannot be read: a fault may be unknown", "";
+        "reading" "inventory": SHOWN, SOFTWARE, None, "a part of the inventory or the load cannot be read, and is as it was before", "";
 
         "package" "altered": ALTERED, SOFTWARE, None, "files of the agent's package are not those that were signed", "";
         "privilege" "sudoers": ALTERED, SOFTWARE, None, "rules of sudo were added or changed since the last clean-up", "";

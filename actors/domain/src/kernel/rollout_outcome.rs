@@ -18,7 +18,7 @@ pub enum RolloutOutcome {
 pub mod failure {
     /// No result in time: it is unknown which version is in use.
     pub const NO_RESULT: &str = "no_result";
-    /// The node was silent for too long in the soak after its update.
+    /// The node was silent for too long in the soak after its update, or polled and sent no heartbeat.
     pub const OFFLINE: &str = "offline";
 }
 

@@ -641,6 +641,7 @@ impl Simulation {
                 silent_at: self.now,
                 task_types: None,
                 package_digest: None,
+                last_heartbeat: None,
             }),
             inventory: Box::new(inventory(id, gpus)),
             health: Box::new(health),

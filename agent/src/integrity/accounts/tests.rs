@@ -1,5 +1,7 @@
 use super::*;
+use crate::bounded_reading::hanging_mount::OwnMounts;
 use crate::system_executor::account_records::{WrittenFiles, content_digest};
+use crate::terminal::skipped_tests;
 
 const TENANTS_KEYS: &str = "ssh-x of the tenant\n";
 
@@ -31,7 +33,7 @@ fn append(root: &Path, path: &str, more: &str) {
 
 fn keys(root: &Path) -> Observed {
     let listed = key_files(root, Path::new("/keys"));
-    MachineAccounts::read(root, &tenants()).authorized_keys((Path::new("/keys"), &listed))
+    MachineAccounts::read(root, &tenants()).authorized_keys((Path::new("/keys"), &listed), &mut HomeReads::default())
 }
 
 fn names(observed: &Observed) -> Vec<&str> {
@@ -165,4 +167,32 @@ fn folder_of_tenants_keys_that_cannot_be_listed_is_incomplete() {
     assert_eq!(keys(root.path()).incomplete, None, "no tenant was there yet");
     fs::write(root.path().join("keys"), "").unwrap();
     assert!(keys(root.path()).incomplete.is_some_and(|why| why.starts_with("/keys: ")));
+}
+
+#[test]
+fn home_that_hangs_is_incomplete_and_keys_in_the_others_are_compared() {
+    let root = machine();
+    let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+    let hanging = mounts.hang(&root.path().join("home/ops"));
+    let listed = key_files(root.path(), Path::new("/keys"));
+    let (tenants, mut reads) = (tenants(), HomeReads::default());
+    let accounts = MachineAccounts::read(root.path(), &tenants);
+    let mut look = || accounts.authorized_keys((Path::new("/keys"), &listed), &mut reads);
+    let key = |home: &str| {
+        format!("{home}/.ssh/authorized_keys key {}", &digest(format!("ssh-x {}", &home[1..]).as_bytes())[..DIGITS])
+    };
+    for _ in 0..2 {
+        let found = look();
+        assert_eq!(names(&found), [key("/admin")]);
+        assert_eq!(found.incomplete.as_deref(), Some("/home/ops: its file system does not answer"));
+    }
+    drop(hanging);
+    let found = loop {
+        let found = look();
+        // The read that hung ends with an error, and the next one reads what is there.
+        if found.incomplete.is_none() {
+            break found;
+        }
+    };
+    assert_eq!(names(&found), [key("/admin"), key("/home/ops")]);
 }

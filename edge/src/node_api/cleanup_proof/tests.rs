@@ -64,6 +64,7 @@ fn node() -> Node {
         silent_at: Timestamp::UNIX_EPOCH,
         task_types: None,
         package_digest: None,
+        last_heartbeat: None,
     });
     let work = PendingTask { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now, origin: None };
     let placed = Placement {

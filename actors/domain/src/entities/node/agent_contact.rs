@@ -6,7 +6,7 @@ use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
-use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
+use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -27,6 +27,25 @@ pub struct AgentContact {
     /// Of the package that the agent is of, as it reports; `None` where no package installed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package_digest: Option<PackageDigest>,
+    /// `None` in what an earlier release has stored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_heartbeat: Option<LastHeartbeat>,
+}
+
+/// The last heartbeat of the agent, or its enrollment where it has sent none since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastHeartbeat {
+    /// Not every heartbeat is written: this lags by up to a third of policy `node.offline_after_seconds`.
+    pub at: Timestamp,
+    /// From here on the agent has certainly sent none for as long as `node.offline_after_seconds`, in which it was in contact.
+    pub overdue_at: Timestamp,
+}
+
+/// The kind of a contact. Both show that the agent runs; only a heartbeat shows that it monitors its machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ContactKind {
+    Heartbeat,
+    Poll,
 }
 
 /// The machine's inventory as the agent reports it.
@@ -99,6 +118,7 @@ impl AgentContact {
             silent_at: now,
             task_types: None,
             package_digest: None,
+            last_heartbeat: None,
         }
     }
 }
@@ -126,6 +146,40 @@ impl Node {
     #[must_use]
     pub fn silent_since(&self, now: Timestamp) -> Option<Timestamp> {
         self.seen.as_ref().filter(|seen| now >= seen.silent_at).map(|seen| seen.last_seen_at)
+    }
+
+    /// The last heartbeat of an agent that has polled for tasks for longer than policy `node.offline_after_seconds` after it: its monitoring
+    /// hangs, and faults of the machine are unknown.
+    #[must_use]
+    pub fn unmonitored_since(&self) -> Option<Timestamp> {
+        let seen = self.seen.as_ref()?;
+        seen.last_heartbeat.filter(|heartbeat| seen.last_seen_at >= heartbeat.overdue_at).map(|heartbeat| heartbeat.at)
+    }
+
+    /// The same, in a sentence for an operator.
+    pub(super) fn unmonitored(&self) -> Option<String> {
+        let since = self.unmonitored_since()?.format("%Y-%m-%dT%H:%M:%SZ");
+        Some(format!(
+            "its agent polls and has sent no heartbeat since {since}: its monitoring hangs; look for a file system that does not answer, then restart the agent"
+        ))
+    }
+
+    /// Since when an operator has to look at a machine that is not monitored.
+    pub(super) fn monitoring_deadline(&self) -> Option<Deadline> {
+        match self.life {
+            Phase::Active | Phase::Draining { .. } | Phase::Quarantined { .. } => {
+                let overdue_at = self.seen.as_ref()?.last_heartbeat?.overdue_at;
+                Some(Deadline::new(overdue_at, self.unmonitored()?))
+            }
+            // Without an identity, silent, or out of service: nothing is expected of its agent, or its state says so.
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Offline
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => None,
+        }
     }
 
     /// The messages for a tenant who has had these GPUs since this time. What is about a GPU of another tenant is not among them.
@@ -157,7 +211,7 @@ impl Node {
         let reply = Reply::Work { orders: self.pending_tasks() };
         let Some(seen) = &self.seen else { return Ok(Transition::stay(reply)) };
         let mut next = self.clone();
-        next.record_contact(seen.clone(), ctx);
+        next.record_contact(seen.clone(), ContactKind::Poll, ctx);
         next.learn_expected_hardware(ctx);
         next.identity.shown = Some(serial.to_owned());
         Ok(self.after_contact(next, reply, ctx))
@@ -202,7 +256,7 @@ impl Node {
         let offline_after = ctx.policy.int(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let next_heartbeat_seconds = u32::try_from(offline_after / 3).unwrap_or(30).max(1);
         let mut next = self.clone();
-        next.record_contact(from.clone(), ctx);
+        next.record_contact(from.clone(), ContactKind::Heartbeat, ctx);
         next.inventory = Some(inventory);
         next.learn_expected_hardware(ctx);
         self.apply_health(&mut next, health, ctx);
@@ -379,16 +433,42 @@ impl Node {
     }
 
     /// Records a contact, unless the last recorded one is recent and from the same agent. Its times are set here.
-    pub(super) fn record_contact(&mut self, contact: AgentContact, ctx: &TransitionContext<'_>) {
+    pub(super) fn record_contact(&mut self, contact: AgentContact, kind: ContactKind, ctx: &TransitionContext<'_>) {
         let offline_after = ctx.policy.seconds(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
+        let lag = offline_after / 3;
+        let is_recent = |at: Timestamp| at <= ctx.now && ctx.now < at + lag;
         let recent = self.seen.as_ref().is_some_and(|seen| {
-            let times = (seen.last_seen_at, seen.silent_at);
-            let is_the_same = AgentContact { last_seen_at: times.0, silent_at: times.1, ..contact.clone() } == *seen;
-            is_the_same && ctx.now < seen.last_seen_at + offline_after / 3 && ctx.now >= seen.last_seen_at
+            let is_the_same = AgentContact {
+                last_seen_at: seen.last_seen_at,
+                silent_at: seen.silent_at,
+                last_heartbeat: seen.last_heartbeat,
+                ..contact.clone()
+            } == *seen;
+            let shows_nothing_new = match kind {
+                ContactKind::Heartbeat => seen.last_heartbeat.is_some_and(|heartbeat| is_recent(heartbeat.at)),
+                // The first poll that shows a heartbeat to be overdue.
+                ContactKind::Poll => seen.last_heartbeat.is_some_and(|heartbeat| {
+                    ctx.now < heartbeat.overdue_at || seen.last_seen_at >= heartbeat.overdue_at
+                }),
+            };
+            is_the_same && shows_nothing_new && is_recent(seen.last_seen_at)
         });
         // The contact of an offline node is recorded at once, or its next tick would find it silent again.
         if !recent || self.life == Phase::Offline {
-            self.seen = Some(AgentContact { last_seen_at: ctx.now, silent_at: ctx.now + offline_after, ..contact });
+            let heartbeat_at = |at: Timestamp| LastHeartbeat { at, overdue_at: at + offline_after + lag };
+            let last_heartbeat = match (kind, &self.seen) {
+                (ContactKind::Heartbeat, _) | (ContactKind::Poll, None) => heartbeat_at(ctx.now),
+                (ContactKind::Poll, Some(seen)) => {
+                    // An earlier release has stored when the agent was last seen alone: no heartbeat is known since.
+                    let known = seen.last_heartbeat.unwrap_or_else(|| heartbeat_at(seen.last_seen_at));
+                    // None was expected while it was silent, or the control plane down.
+                    let was_silent = ctx.now >= seen.silent_at;
+                    let overdue_at = if was_silent { heartbeat_at(ctx.now).overdue_at } else { known.overdue_at };
+                    LastHeartbeat { overdue_at, ..known }
+                }
+            };
+            let (last_seen_at, silent_at) = (ctx.now, ctx.now + offline_after);
+            self.seen = Some(AgentContact { last_seen_at, silent_at, last_heartbeat: Some(last_heartbeat), ..contact });
         }
     }
 

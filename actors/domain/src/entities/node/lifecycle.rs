@@ -220,6 +220,9 @@ impl Node {
         if let Some(altered) = self.integrity_fault() {
             return not(altered);
         }
+        if let Some(unmonitored) = self.unmonitored() {
+            return not(unmonitored);
+        }
         match &self.seen {
             Some(seen) if seen.silent_at > ctx.now => Ok(()),
             Some(_) | None => not("the agent has been silent; start it and try again".to_owned()),

@@ -1,5 +1,6 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
+use super::agent_contact::ContactKind;
 use super::{
     AgentContact, CommandName, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, ProvidedMachine,
     Registration, Rejection, Reply, ReportedInventory, StateCode, StateReason,
@@ -265,7 +266,8 @@ impl Node {
         next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.inventory = Some(shown.inventory);
         let contact = AgentContact::new(&shown.boot_id, &shown.agent_version, shown.protocol, ctx.now);
-        next.record_contact(contact, ctx);
+        // Its heartbeats follow.
+        next.record_contact(contact, ContactKind::Heartbeat, ctx);
         next.validate_new_system(ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
         let audit = self.audit(

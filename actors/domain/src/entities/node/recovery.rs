@@ -5,6 +5,7 @@
 //! generated at enrollment and to the identity's generation, which every recovery raises. So of two machines with the same state, the
 //! second to recover presents an old generation: one of them is a clone.
 
+use super::agent_contact::ContactKind;
 use super::{
     AgentContact, CertificateRecord, CommandName, EnrollmentToken, EnrollmentTokenFault, Node, Phase, Rejection, Reply,
     StateCode,
@@ -127,7 +128,8 @@ impl Node {
         identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.spend_nonce(&shown.nonce, ctx);
         let contact = AgentContact::new(&shown.boot_id, &shown.agent_version, shown.protocol, ctx.now);
-        next.record_contact(contact, ctx);
+        // Its heartbeats follow.
+        next.record_contact(contact, ContactKind::Heartbeat, ctx);
         let recoveries_left = next.identity.recoveries_left;
         let audit = self.audit(
             AuditAction::NodesRecover,

@@ -85,6 +85,6 @@ impl Node {
         }
         // In these states no timer watches its contact.
         let is_silent = self.seen.as_ref().is_some_and(|seen| seen.silent_at <= now);
-        is_silent.then(|| failure::OFFLINE.to_owned())
+        (is_silent || self.unmonitored_since().is_some()).then(|| failure::OFFLINE.to_owned())
     }
 }

@@ -9,6 +9,7 @@ mod health;
 mod health_rules;
 mod integrity;
 mod lifecycle;
+mod monitoring;
 mod provided_machine;
 mod recovery;
 mod reimage;
@@ -116,6 +117,7 @@ fn seen(boot_id: &str) -> Box<AgentContact> {
         silent_at: start(),
         task_types: None,
         package_digest: None,
+        last_heartbeat: None,
     })
 }
 

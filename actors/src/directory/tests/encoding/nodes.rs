@@ -3,7 +3,7 @@
 use super::*;
 use domain::node::{
     self, AgentContact, AgentTask, CertificateRecord, Enrollment, EnrollmentTokenFault, FindingAcceptance,
-    FindingReport, Node, NodeHealth, NodeTask, NodeTaskPhase, OnboardingMode, PendingTask, ProbeOutcome,
+    FindingReport, LastHeartbeat, Node, NodeHealth, NodeTask, NodeTaskPhase, OnboardingMode, PendingTask, ProbeOutcome,
     PromisedHardware, ProviderReport, Registration, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
     TaskKind, TaskOutcome, TenantSlot,
 };
@@ -91,6 +91,7 @@ fn node_commands() -> Vec<node::Command> {
         silent_at: at(),
         task_types: None,
         package_digest: Some(digest()),
+        last_heartbeat: Some(LastHeartbeat { at: at(), overdue_at: at() }),
     };
     let finding = ReportedFinding {
         probe: "xid".into(),

@@ -81,6 +81,7 @@ impl ApiHarness {
             silent_at: now,
             task_types,
             package_digest: None,
+            last_heartbeat: None,
         };
         let command = node::Request::Heartbeat {
             serial: "01".into(),

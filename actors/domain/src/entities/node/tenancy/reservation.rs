@@ -92,7 +92,10 @@ impl Node {
         if self.life != Phase::Active {
             return Some(format!("it is {}", self.life.name()));
         }
-        self.mismatch().or_else(|| self.under_repair()).or_else(|| self.under_validation())
+        self.mismatch()
+            .or_else(|| self.unmonitored())
+            .or_else(|| self.under_repair())
+            .or_else(|| self.under_validation())
     }
 
     /// What of its health prevents new allocations on all of its GPUs.

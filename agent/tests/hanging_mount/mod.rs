@@ -1,0 +1,50 @@
+//! A file system that answers nothing: FUSE, whose program never reads a request.
+
+use std::fs::File;
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+
+/// The mounts of this thread, its threads and its children, which no other process sees.
+#[allow(unreachable_pub, reason = "integration tests use it from their crate's root, the agent's own tests do not")]
+pub struct OwnMounts(());
+
+/// While it lives, everything that asks the mount waits; after that, it gets an error.
+#[allow(unreachable_pub, reason = "as above")]
+pub struct HangingMount {
+    point: PathBuf,
+    /// The requests, which are never read.
+    _requests: File,
+}
+
+#[allow(unreachable_pub, reason = "as above")]
+impl OwnMounts {
+    /// `None`: this machine cannot have them, which is reported.
+    pub fn of_this_thread(report_skipped: fn(&str)) -> Option<Self> {
+        let none = None::<&str>;
+        let is_own = Path::new("/dev/fuse").exists()
+            && unshare(CloneFlags::CLONE_NEWNS).is_ok()
+            && mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).is_ok();
+        if !is_own {
+            report_skipped("it needs /dev/fuse and root, to mount a file system that does not answer");
+        }
+        is_own.then_some(Self(()))
+    }
+
+    /// Mounts a file system that hangs at a folder.
+    pub fn hang(&self, point: &Path) -> HangingMount {
+        let point = point.canonicalize().unwrap();
+        let requests = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
+        mount(Some("hanging"), &point, Some("fuse"), MsFlags::empty(), Some(options.as_str())).unwrap();
+        HangingMount { point, _requests: requests }
+    }
+}
+
+impl Drop for HangingMount {
+    fn drop(&mut self) {
+        umount2(&self.point, MntFlags::MNT_DETACH).unwrap();
+    }
+}
