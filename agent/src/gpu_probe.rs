@@ -21,6 +21,7 @@ use wire::inventory::GpuInfo;
 mod child;
 mod cuda;
 mod fabric;
+mod places;
 
 pub use child::serve;
 
@@ -54,9 +55,24 @@ pub enum GpuError {
     /// CUDA cannot be used yet: the machine's fabric manager starts after the driver.
     #[error("the GPU driver is not ready: {message}")]
     NotReady { message: String },
-    /// The child process could not be started, or ended.
+    /// The child process could not be started, cannot call the driver, or ended. Programs that use the driver already may work on.
     #[error("the process that calls the GPU driver failed: {message}")]
-    Process { message: String },
+    Process {
+        message: String,
+        #[serde(default)]
+        fault: ProcessFault,
+    },
+}
+
+/// What a new process that wants to call the driver meets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ProcessFault {
+    #[default]
+    Other,
+    /// The installed library is of another version than the loaded driver: no process can begin to use the GPUs before a reboot, and those that
+    /// use them work on.
+    DriverReplaced,
 }
 
 /// A request to the child.
@@ -109,8 +125,14 @@ pub struct GpuSurvey {
     pub driver_version: Option<String>,
     /// How many the driver reports as lost: they have fallen off the bus.
     pub lost: u32,
-    /// The driver's errors of GPUs that could be neither read nor are lost.
+    /// The driver's errors of GPUs that could be neither read nor are lost, with their PCI addresses where these are known.
     pub unreadable: Vec<String>,
+    /// The library that the child has loaded was removed or replaced since.
+    #[serde(default)]
+    pub is_library_replaced: bool,
+    /// Why no other process can begin to use the GPUs, although this one reads them.
+    #[serde(default)]
+    pub restart_needed: Option<String>,
 }
 
 /// What the driver reports of one GPU.
@@ -144,6 +166,12 @@ pub struct GpuCondition {
     pub pcie_width: Option<(u32, u32)>,
     /// Xids that the driver reported since the last survey, and how often. Read only where the kernel log cannot be.
     pub xids: Vec<(u64, u64)>,
+    /// Whether the GPU is divided into instances (MIG), and whether it is from its next reset on.
+    pub mig: Option<(bool, bool)>,
+    /// `nvmlComputeMode_t`.
+    pub compute_mode: Option<u32>,
+    /// What the driver answered with an error where it owes a value: its name, its memory.
+    pub unreported: Vec<String>,
 }
 
 /// A GPU's registration with an NVSwitch fabric.
@@ -198,7 +226,20 @@ impl GpuProbe {
     /// # Errors
     /// [`GpuError`], where the driver reports nothing at all.
     pub fn survey(&self, xid_events: bool) -> Result<GpuSurvey, GpuError> {
-        self.ask(&Request::Survey { xid_events })
+        let mut survey: GpuSurvey = self.ask(&Request::Survey { xid_events })?;
+        if survey.is_library_replaced {
+            match self.another().ask::<GpuSurvey>(&Request::Survey { xid_events: false }) {
+                // The next child loads what is installed.
+                Ok(_) => self.without_child(|| ())?,
+                Err(
+                    error @ (GpuError::Process { fault: ProcessFault::DriverReplaced, .. }
+                    | GpuError::NotInstalled { .. }),
+                ) => survey.restart_needed = Some(error.to_string()),
+                // It says nothing about other programs.
+                Err(_) => {}
+            }
+        }
+        Ok(survey)
     }
 
     /// The processes that compute or draw on a GPU.
@@ -375,7 +416,7 @@ fn is_timeout(error: &io::Error) -> bool {
 }
 
 fn process_error(error: &dyn std::error::Error) -> GpuError {
-    GpuError::Process { message: error.to_string() }
+    GpuError::Process { message: error.to_string(), fault: ProcessFault::Other }
 }
 
 /// Kills a child, and returns it where it does not end. A process in an uninterruptible call of the driver ends with that call.
@@ -466,11 +507,37 @@ mod tests {
         assert_eq!(probe.minor("GPU-1"), Ok(3));
     }
 
+    /// A child that goes on with a library that was replaced, and others that begin with the next one.
+    fn with_replaced_library(others: &str) -> Result<GpuSurvey, GpuError> {
+        let survey = r#"{"Ok":{"gpus":[],"lost":0,"unreadable":[],"is_library_replaced":true}}"#;
+        let script = format!(
+            r#"read line; if [ -e "$0.ran" ]; then echo '{others}'; else touch "$0.ran"; echo '{survey}'; fi; read line"#
+        );
+        let (_folder, probe) = scripted(&script, HANGS_AFTER);
+        let found = probe.survey(false);
+        assert_eq!(probe.state.lock().unwrap().running.is_some(), !others.contains("Ok"), "{found:?}");
+        found
+    }
+
+    #[test]
+    fn replaced_library_needs_a_restart_where_no_other_process_can_use_the_driver() {
+        let replaced = r#"{"Err":{"error":"process","message":"m","fault":"driver_replaced"}}"#;
+        let found = with_replaced_library(replaced).unwrap();
+        assert!(found.restart_needed.unwrap().ends_with(": m"));
+        let removed = with_replaced_library(r#"{"Err":{"error":"not_installed","why":"w"}}"#).unwrap();
+        assert!(removed.restart_needed.is_some());
+        let unknown = with_replaced_library(r#"{"Err":{"error":"process","message":"m"}}"#).unwrap();
+        assert_eq!(unknown.restart_needed, None, "a failure of the process itself");
+        // The same version was installed again: the next child has it.
+        let same = with_replaced_library(r#"{"Ok":{"gpus":[],"lost":0,"unreadable":[]}}"#).unwrap();
+        assert_eq!(same.restart_needed, None);
+    }
+
     #[test]
     fn endless_answer_is_cut_off() {
         let (_folder, probe) =
             scripted("read line; while :; do echo -n xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", HANGS_AFTER);
         let error = probe.minor("GPU-1").unwrap_err();
-        assert!(matches!(&error, GpuError::Process { message } if message.contains("too long")), "{error}");
+        assert!(matches!(&error, GpuError::Process { message, .. } if message.contains("too long")), "{error}");
     }
 }

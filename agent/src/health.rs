@@ -15,7 +15,7 @@ use wire::inventory::{GpuInfo, GpuSource};
 
 use crate::atomic_file;
 use crate::config::AgentConfig;
-use crate::gpu_probe::{GpuError, GpuSurvey};
+use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault};
 use crate::gpus::Gpus;
 use crate::integrity::{self, IntegrityMonitor};
 use crate::server_clock::ServerClock;
@@ -23,12 +23,14 @@ use crate::system_executor::{Settings, device_guard};
 use crate::unproved_gpus;
 
 pub mod fabric_conditions;
+pub mod fault_line;
 pub mod finding_log;
 pub mod gpu_conditions;
 pub mod gpu_monitor;
 pub mod kernel_log;
 pub mod machine_conditions;
 
+use fault_line::FaultyDevice;
 use finding_log::{Condition, FindingKey, FindingLog, Occurred};
 use gpu_monitor::GpuMonitor;
 use kernel_log::{KernelLog, KernelLogReading};
@@ -105,6 +107,7 @@ impl HealthMonitor {
         } else {
             GpuMonitor::of(log.gpus())
         };
+        let gpus = gpus.at(log.addresses());
         let machine = MachineProbe::new(&config.state_dir);
         let guarded_root = guards_device_files(config.system.as_ref(), source).then(|| PathBuf::from("/"));
         Self { log, gpus, machine, kernel_log, integrity, guarded_root, in_flight: None, last }
@@ -112,7 +115,10 @@ impl HealthMonitor {
 
     /// Observes the machine. Takes no longer than a moment, whatever the driver does. `known` are conditions that others have observed.
     pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock: &ServerClock, known: Vec<Condition>) -> Observation {
-        let survey = self.survey(gpus).await;
+        let mut survey = self.survey(gpus).await;
+        if let Some(Ok(survey)) = &mut survey {
+            self.complete(survey);
+        }
         let now = clock.now();
         let mut conditions = self.machine.observed(clock.offset()).await;
         conditions.extend(known);
@@ -130,9 +136,13 @@ impl HealthMonitor {
             (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
             (_, None) if self.machine.is_unknown(finding) => true,
             (_, Some(_)) if finding.probe == unproved_gpus::PROBE => false,
-            (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver" || is_of_fabric(finding),
+            (None, _) => {
+                finding.gpu_uuid.is_some()
+                    || matches!(finding.probe.as_str(), "driver" | "gpu")
+                    || is_of_fabric(finding)
+            }
             (Some(Ok(survey)), None) => is_of_fabric(finding) && survey.gpus.is_empty(),
-            (Some(Err(_)), None) => is_of_fabric(finding),
+            (Some(Err(_)), None) => is_of_fabric(finding) || finding.probe == "gpu",
             (Some(_), Some(_)) if finding.probe == "gpu" => false,
             (Some(Err(_)), Some(_)) => true,
             (Some(Ok(survey)), Some(uuid)) => survey.gpus.iter().all(|gpu| gpu.info.uuid != *uuid),
@@ -162,7 +172,7 @@ impl HealthMonitor {
         });
         match tokio::time::timeout(SURVEY_WAIT, &mut survey).await {
             Ok(Ok(survey)) => Some(survey),
-            Ok(Err(error)) => Some(Err(GpuError::Process { message: error.to_string() })),
+            Ok(Err(error)) => Some(Err(GpuError::Process { message: error.to_string(), fault: ProcessFault::Other })),
             Err(_) => {
                 self.in_flight = Some(survey);
                 None
@@ -175,13 +185,6 @@ impl HealthMonitor {
         let mut conditions = presence.conditions;
         if self.gpus.is_of_this_boot() {
             self.log.note_complete_list();
-        }
-        for condition in &mut conditions {
-            // A technician looks for the slot.
-            let uuid = condition.key.gpu_uuid.as_deref();
-            if let Some(address) = uuid.and_then(|uuid| self.log.address_of(uuid)) {
-                condition.detail.push_str(&format!(", PCI address {address}"));
-            }
         }
         self.last.gpus = presence.gpus;
         self.last.health = presence.health;
@@ -196,6 +199,19 @@ impl HealthMonitor {
         conditions
     }
 
+    /// What the driver does not report of a GPU is as it was before in this boot.
+    fn complete(&self, survey: &mut GpuSurvey) {
+        for gpu in survey.gpus.iter_mut().filter(|gpu| !gpu.condition.unreported.is_empty()) {
+            let Some(known) = self.log.gpus().iter().find(|known| known.uuid == gpu.info.uuid) else { continue };
+            if gpu.info.model.is_empty() {
+                gpu.info.model.clone_from(&known.model);
+            }
+            if gpu.info.memory_mib == 0 {
+                gpu.info.memory_mib = known.memory_mib;
+            }
+        }
+    }
+
     fn note_gpus(&mut self, survey: &GpuSurvey, now: DateTime<Utc>) {
         for gpu in &survey.gpus {
             let uuid = &gpu.info.uuid;
@@ -205,7 +221,8 @@ impl HealthMonitor {
             for (xid, count) in &gpu.condition.xids {
                 let detail = "reported by the driver".to_owned();
                 let occurred = Occurred { count: *count, first_at: now, last_at: now, detail };
-                self.log.note_event(&xid_key(Some(uuid.clone()), *xid), occurred);
+                let key = FindingKey { probe: "xid", gpu_uuid: Some(uuid.clone()), code: xid.to_string() };
+                self.log.note_event(&key, occurred);
             }
         }
         // A GPU that was listed once in this boot, or was in the one before and is not replaced, is missing when it is not.
@@ -222,17 +239,23 @@ impl HealthMonitor {
             let occurred = Occurred { count: reading.lost_records, first_at: now, last_at: now, detail };
             self.log.note_event(&key, occurred);
         }
-        let booted_at = if reading.xids.is_empty() { None } else { booted_at(now) };
-        for ((address, xid), seen) in reading.xids {
+        let booted_at = if reading.faults.is_empty() { None } else { booted_at(now) };
+        for (kind, seen) in reading.faults {
             let at = |micros: u64| {
                 let since_boot = i64::try_from(micros).map(TimeDelta::microseconds).ok();
                 booted_at.zip(since_boot).map_or(now, |(booted_at, since_boot)| (booted_at + since_boot).min(now))
             };
-            let gpu_uuid = self.log.gpu_at(&address).map(str::to_owned);
-            let detail = if gpu_uuid.is_some() { seen.text } else { format!("GPU at {address}: {}", seen.text) };
+            let address = kind.pci_address;
+            let (gpu_uuid, detail) = match kind.device {
+                FaultyDevice::NvSwitch => (None, format!("NVSwitch at {address}: {}", seen.text)),
+                FaultyDevice::Gpu => match self.log.gpu_at(&address) {
+                    Some(uuid) => (Some(uuid.to_owned()), seen.text),
+                    None => (None, format!("GPU at {address}: {}", seen.text)),
+                },
+            };
             let (first_at, last_at) = (at(seen.first_micros), at(seen.last_micros));
             let occurred = Occurred { count: seen.count, first_at, last_at, detail };
-            self.log.note_event(&xid_key(gpu_uuid, xid.into()), occurred);
+            self.log.note_event(&FindingKey { probe: kind.device.probe(), gpu_uuid, code: kind.code }, occurred);
         }
         self.log.set_kernel_log_position(reading.position);
     }
@@ -252,10 +275,6 @@ fn guards_device_files(system: Option<&Settings>, source: GpuSource) -> bool {
 fn opened_device_files(root: &Path) -> Option<Condition> {
     let fault = device_guard::check_driver_parameters(root).err()?;
     Some(Condition::of_machine("driver", "device_files", fault.with_remedy()))
-}
-
-fn xid_key(gpu_uuid: Option<String>, xid: u64) -> FindingKey {
-    FindingKey { probe: "xid", gpu_uuid, code: xid.to_string() }
 }
 
 /// When the machine was booted, if this is the time.

@@ -15,6 +15,7 @@ use wire::validation::{GpuMeasurements, LoadLevel, LoadReport, ValidationLoad};
 
 use crate::executor::{TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
+use crate::health::gpu_conditions;
 
 mod fio;
 mod gpu;
@@ -209,6 +210,21 @@ impl Tests {
         };
         kind.entry(name.to_owned()).or_insert(why);
     }
+}
+
+/// Checks that no GPU, or not `only` this one, is in a mode in which no tenant can use it. What cannot be read is for other checks to tell.
+///
+/// # Errors
+/// `gpu_mode` with the modes and the commands that end them.
+pub fn check_modes(gpus: &Gpus, only: Option<&str>) -> Result<(), TaskFailure> {
+    let surveyed = gpus.survey(false).map(|survey| survey.gpus).unwrap_or_default();
+    let of_interest = surveyed.iter().filter(|gpu| only.is_none_or(|uuid| gpu.info.uuid == uuid));
+    let modes: Vec<String> = of_interest
+        .flat_map(|gpu| {
+            gpu_conditions::modes(gpu).into_iter().map(move |mode| format!("GPU {}: {}", gpu.info.uuid, mode.detail))
+        })
+        .collect();
+    if modes.is_empty() { Ok(()) } else { Err(TaskFailure::new("gpu_mode", modes.join("; "))) }
 }
 
 fn reported(mut by_gpu: Vec<GpuMeasurements>) -> Vec<GpuMeasurements> {

@@ -21,8 +21,9 @@ use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use tempfile::TempDir;
 use wire::finding::Finding;
-use wire::heartbeat::Heartbeat;
+use wire::heartbeat::{Alert, Classification, HealthLevel, Heartbeat};
 use wire::inventory::GpuSource;
+use wire::task::{Task, TaskStatus};
 
 use fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 use hanging_mount::OwnMounts;
@@ -307,6 +308,189 @@ async fn conditions_of_the_driver_are_findings_of_their_gpu() {
         *gpu = fake_nvml::FakeGpu { uuid, pci_bus, name: "NVIDIA T4".into(), memory_mib: 1, ..Default::default() };
     });
     node.finds(&[]).await;
+}
+
+#[tokio::test]
+async fn gpu_in_a_mode_for_no_tenant_is_a_finding_and_fails_the_validation_until_the_mode_ends() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    // As a repair has left it.
+    node.change(|machine| machine.gpus[1].mig = Some((1, 1)));
+    let _agent = node.agent(&[]);
+    let found = node.finds(&["gpu_mode/mig 1"]).await;
+    assert!(found[0].detail.ends_with("run: nvidia-smi -i 0000:11:00.0 -mig 0"), "{found:?}");
+    let validated = async |node: &GpuMachine| {
+        let task = node.fake.payload(Task::Validate { load: None });
+        node.fake.dispatch(&task);
+        let result = node.fake.result_of(task.task_id).await;
+        (result.status, result.error.map(|error| (error.code, error.message)).unwrap_or_default())
+    };
+    let (status, (code, message)) = validated(&node).await;
+    assert_eq!((status, code.as_str()), (TaskStatus::Failed, "gpu_mode"), "{message}");
+    assert!(message.contains(&node.machine.gpus[1].uuid) && !message.contains(&node.machine.gpus[0].uuid), "{message}");
+    node.change(|machine| {
+        machine.gpus[0].compute_mode = Some(2);
+        machine.gpus[1].mig = Some((0, 1));
+    });
+    node.finds(&["gpu_mode/compute_prohibited 0", "gpu_mode/mig_pending 1"]).await;
+    // A GPU that has no such modes, and one that can be divided and is not.
+    node.change(|machine| {
+        (machine.gpus[0].mig, machine.gpus[0].compute_mode) = (None, None);
+        machine.gpus[1].mig = Some((0, 0));
+    });
+    node.finds(&[]).await;
+    assert_eq!(validated(&node).await.0, TaskStatus::Succeeded);
+}
+
+/// `nvmlReturn_t`: the library is of another version than the driver; it finds no resources; an error of which no more is known.
+const REPLACED: u32 = 18;
+const NO_RESOURCES: u32 = 23;
+const UNKNOWN: u32 = 999;
+
+fn answers(machine: &mut FakeMachine, function: &str, code: Option<u32>) {
+    match code {
+        Some(code) => {
+            machine.errors.insert(function.to_owned(), code);
+        }
+        None => {
+            machine.errors.remove(function);
+        }
+    }
+}
+
+#[tokio::test]
+async fn replaced_driver_is_a_finding_of_the_running_agent_and_of_a_restarted_one() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&[]);
+    node.finds(&[]).await;
+    // The packages of the driver are upgraded. What has loaded the library goes on with it, the agent's child as well.
+    node.change(|machine| answers(machine, "nvmlInit", Some(REPLACED)));
+    fake_nvml::replace(node.folder.path()).unwrap();
+    let found = node.finds(&["driver/restart_needed"]).await;
+    assert!(found[0].detail.contains("another version"), "{found:?}");
+    let heartbeat = node.heartbeat().unwrap();
+    assert_eq!((heartbeat.inventory.gpus.len(), heartbeat.telemetry.gpus.len()), (2, 2), "they are still read");
+    expect_no_credit(&heartbeat);
+    agent.kill_9();
+    // The next agent can read none, and says the same of the machine.
+    let before = node.fake.calls().heartbeats.len();
+    let _agent = node.agent(&[]);
+    for _ in 0..3 {
+        let sent = node.fake.calls().heartbeats.len();
+        eventually(|| (node.fake.calls().heartbeats.len() > sent).then_some(())).await;
+        let heartbeat = node.heartbeat().unwrap();
+        let names: Vec<_> = heartbeat.findings.iter().flatten().map(name).collect();
+        assert_eq!(names, ["driver/restart_needed"], "after {before} heartbeats");
+        assert_eq!(heartbeat.inventory.gpus.len(), 2, "as they were listed last");
+        expect_no_credit(&heartbeat);
+    }
+    // The machine is rebooted.
+    node.change(|machine| answers(machine, "nvmlInit", None));
+    node.finds(&[]).await;
+}
+
+/// Control planes that do not read findings read its alerts.
+#[track_caller]
+fn expect_no_credit(heartbeat: &Heartbeat) {
+    let credits = |alert: &Alert| alert.classifications.contains(&Classification::BillingCredit);
+    assert!(!heartbeat.health.alerts.iter().any(credits), "{:?}", heartbeat.health);
+    assert_ne!(heartbeat.health.status, HealthLevel::Critical, "{:?}", heartbeat.health);
+}
+
+#[tokio::test]
+async fn library_of_the_same_version_that_is_installed_again_is_no_finding() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&[]);
+    node.finds(&[]).await;
+    let child = eventually(|| probe_processes(agent.pid()).pop()).await;
+    fake_nvml::replace(node.folder.path()).unwrap();
+    // The child with the library before has ended, and another reads the GPUs.
+    eventually(|| (!is_running(child)).then_some(())).await;
+    node.change(|machine| machine.gpus[0].remap_pending = Some(true));
+    node.finds(&["row_remap/pending 0"]).await;
+}
+
+#[tokio::test]
+async fn failure_of_the_agents_own_process_at_the_driver_credits_no_tenant() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    node.change(|machine| answers(machine, "nvmlInit", Some(NO_RESOURCES)));
+    let _agent = node.agent(&[]);
+    node.finds(&["driver/not_callable"]).await;
+    expect_no_credit(&node.heartbeat().unwrap());
+    node.change(|machine| answers(machine, "nvmlInit", None));
+    node.finds(&[]).await;
+}
+
+#[tokio::test]
+async fn gpu_with_one_property_that_fails_is_surveyed_and_one_without_a_uuid_is_named_by_its_address() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&[]);
+    let known = eventually(|| node.heartbeat().filter(|it| it.inventory.gpus.len() == 2)).await.inventory.gpus;
+    node.finds(&[]).await;
+    let fail = |machine: &mut FakeMachine, functions: &[&str]| {
+        machine.gpus[1].errors = functions.iter().map(|it| ((*it).to_owned(), UNKNOWN)).collect();
+    };
+    // Properties that not every GPU has.
+    let optional = [
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetPciInfo",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetNvLinkState",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetComputeMode",
+        "nvmlDeviceGetGpuFabricInfoV",
+        "nvmlDeviceGetGpuFabricInfo",
+    ];
+    node.change(|machine| fail(machine, &optional));
+    let read = eventually(|| node.heartbeat().filter(|it| it.telemetry.gpus[1].temperature_celsius.is_none())).await;
+    assert_eq!((read.inventory.gpus.clone(), read.telemetry.gpus[1].memory_used_mib), (known.clone(), Some(0)));
+    assert_eq!(node.finds(&[]).await, vec![]);
+    // Those that each has.
+    let owed = ["nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"];
+    node.change(|machine| fail(machine, &owed));
+    let found = node.finds(&["gpu/incomplete 1"]).await;
+    assert!(found[0].detail.contains("its name") && found[0].detail.contains("its memory"), "{found:?}");
+    assert_eq!(node.heartbeat().unwrap().inventory.gpus, known, "as they were before in this boot");
+    agent.kill_9();
+    let _agent = node.agent(&[]);
+    let sent = node.fake.calls().heartbeats.len();
+    eventually(|| (node.fake.calls().heartbeats.len() > sent + 1).then_some(())).await;
+    assert_eq!(node.heartbeat().unwrap().inventory.gpus, known, "also for a restarted agent");
+    // Without a UUID, nothing that is read is of a known GPU.
+    node.change(|machine| fail(machine, &["nvmlDeviceGetUUID"]));
+    let found = node.finds(&["gpu/unreadable 1"]).await;
+    assert!(found[0].detail.contains("0000:11:00") && !found[0].detail.contains("0000:10:00"), "{found:?}");
+    node.change(|machine| fail(machine, &[]));
+    node.finds(&[]).await;
+}
+
+#[tokio::test]
+async fn text_of_a_line_decides_with_its_number_and_faults_of_switches_are_of_the_machine() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    node.log(4, 10, "NVRM: Xid (PCI:0000:11:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x00000008)");
+    node.log(4, 11, "NVRM: Xid (PCI:0000:11:00): 149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x00000000)");
+    node.log(4, 12, "NVRM: Xid (PCI:0000:11:00): 45, pid=7, name=python3, Ch 0000000c caused by previous Xid 149");
+    node.log(4, 13, "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up");
+    node.log(
+        4,
+        14,
+        "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Severity 1 Engine instance 30 Sub-engine instance 00",
+    );
+    node.log(12, 15, "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 28006, Fatal, written by a tenant");
+    let _agent = node.agent(&[]);
+    let found = node
+        .finds(&[
+            "sxid/fatal.20034",
+            "xid/145.nonfatal.rlw_rxpipe 1",
+            "xid/149.fatal.netir_link_evt 1",
+            "xid/45.caused_by 1",
+        ])
+        .await;
+    let of = |code: &str| &found.iter().find(|it| it.code == code).unwrap().detail;
+    assert!(of("145.nonfatal.rlw_rxpipe").contains("Link 13"), "{found:?}");
+    assert_eq!(of("fatal.20034"), "NVSwitch at 0000:c1:00: Fatal, Link 30 LTSSM Fault Up");
 }
 
 /// `NVML_GPU_FABRIC_STATE_*`.

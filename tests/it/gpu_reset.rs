@@ -104,7 +104,8 @@ fn has_finding(node: &Value, uuid: &str) -> bool {
 #[tokio::test(flavor = "multi_thread")]
 async fn faulty_gpu_is_reset_after_its_tenant_validated_and_free_again() {
     // A heartbeat every three seconds: each decides about the next step.
-    let mut cluster = TestCluster::builder().policy("node.offline_after_seconds", 10).start().await;
+    let builder = TestCluster::builder().policy("node.offline_after_seconds", 10);
+    let mut cluster = builder.policy("node.repair_delay_seconds", 1).start().await;
     let mut driver = Driver::install();
     let node = node_with(&mut cluster, &driver).await;
     let rented = cluster.rent_when_free(SKU, 1).await;

@@ -142,7 +142,8 @@ async fn tenant_of_a_failing_gpu_is_released_at_the_deadline_across_a_crash_and_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_is_rebooted_and_validated_by_itself_and_waits_for_an_operator_when_that_fails() {
-    let mut cluster = TestCluster::builder().policy("node.repair_attempts", 1).start().await;
+    let builder = TestCluster::builder().policy("node.repair_attempts", 1);
+    let mut cluster = builder.policy("node.repair_delay_seconds", 0).start().await;
     let sick = SickNode::new(&mut cluster).await;
     // No repair while its tenant is there.
     let rented = sick.rent(&cluster, "h100", GPUS).await;

@@ -25,6 +25,7 @@ use crate::node_api_client::NodeApiError;
 use crate::server_clock::ServerClock;
 use crate::task_journal::{JournalEntry, Phase, ReportOutcome};
 use crate::task_plan::{TaskPlan, plan};
+use crate::validation;
 
 const REPORT_BACKOFF_MAX: Duration = Duration::from_secs(30);
 
@@ -232,12 +233,16 @@ impl Agent {
                 Box::new(move || proof_context.release(executor.as_ref(), &release))
             }
             Task::ReconcileSshKeys(task) => Box::new(move || executor.reconcile_keys(&task).map(Effect::plain)),
-            Task::Validate { load: None } => Box::new(move || executor.validate().map(Effect::plain)),
+            Task::Validate { load: None } => Box::new(move || {
+                validation::check_modes(&gpus, None)?;
+                executor.validate().map(Effect::plain)
+            }),
             Task::Validate { load: Some(load) } => {
                 let validator = Arc::clone(&self.validator);
                 Box::new(move || {
                     let one_gpu = load.gpu_uuid.as_deref().map(|uuid| executor.withhold_gpu(uuid));
                     let _withheld = one_gpu.transpose()?;
+                    validation::check_modes(&gpus, load.gpu_uuid.as_deref())?;
                     validator.run(&load, executor.validate()?, &gpus).map(Effect::plain)
                 })
             }

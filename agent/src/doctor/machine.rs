@@ -3,7 +3,8 @@
 use super::{DISK, variable};
 use crate::bounded_reading::{BoundedReading, Reading, WAIT};
 use crate::config::{AgentConfig, ExecutorChoice, Flags};
-use crate::gpu_probe::{GpuError, GpuProbe, GpuSurvey};
+use crate::gpu_probe::{GpuError, GpuProbe, GpuSurvey, ProcessFault};
+use crate::health::gpu_conditions::modes;
 use crate::system_executor::device_guard::{DeviceFilesFault, check_driver_parameters};
 use nix::sys::resource::{Resource, getrlimit};
 use std::io::ErrorKind;
@@ -51,6 +52,9 @@ fn judge_driver(survey: &Result<GpuSurvey, GpuError>) -> Vec<DiagnosticFinding> 
                 }
                 GpuError::NotLoaded => "modprobe nvidia; after an upgrade of the kernel or the driver, reboot",
                 GpuError::NotReady { .. } => "start nvidia-fabricmanager in the driver's own version",
+                GpuError::Process { fault: ProcessFault::DriverReplaced, .. } => {
+                    "reboot the machine once its last tenant is gone: their programs go on until then"
+                }
                 GpuError::Hung { .. } | GpuError::Driver { .. } | GpuError::Process { .. } => reboot,
             };
             return vec![DiagnosticFinding::error(error.to_string(), action)];
@@ -64,6 +68,19 @@ fn judge_driver(survey: &Result<GpuSurvey, GpuError>) -> Vec<DiagnosticFinding> 
     findings.extend(
         survey.unreadable.iter().map(|why| DiagnosticFinding::error(format!("a GPU cannot be read: {why}"), reboot)),
     );
+    for gpu in &survey.gpus {
+        let uuid = &gpu.info.uuid;
+        findings.extend(
+            gpu.condition.unreported.iter().map(|what| {
+                DiagnosticFinding::error(format!("the driver does not report {what} (GPU {uuid})"), reboot)
+            }),
+        );
+        // The detail ends in the command.
+        findings.extend(modes(gpu).into_iter().map(|mode| {
+            let (what, action) = mode.detail.split_once("; ").unwrap_or((mode.detail.as_str(), reboot));
+            DiagnosticFinding::error(format!("{what} (GPU {uuid})"), action)
+        }));
+    }
     let broken = survey.gpus.iter().filter(|gpu| gpu.condition.remap_failed == Some(true)).count();
     if broken > 0 {
         let summary = format!("{broken} GPUs could not remap a row of their memory");
@@ -200,8 +217,10 @@ fn judge_disks(folders: impl Iterator<Item = PathBuf>) -> Vec<DiagnosticFinding>
 mod tests {
     use super::*;
     use crate::bounded_reading::hanging_mount::OwnMounts;
+    use crate::gpu_probe::{GpuCondition, SurveyedGpu};
     use crate::terminal::skipped_tests;
     use telemetry::diagnosis::DiagnosticLevel::{Error, Ok as Fine, Warning};
+    use wire::inventory::GpuInfo;
 
     #[test]
     fn each_fault_of_the_driver_is_named_with_its_remedy() {
@@ -210,6 +229,14 @@ mod tests {
         let not_loaded = judge(Err(GpuError::NotLoaded));
         assert!(not_loaded.level == Error && not_loaded.action.unwrap().starts_with("modprobe nvidia"));
         assert!(judge(Err(GpuError::Hung { seconds: 10 })).action.unwrap().contains("reboot"));
+        let replaced = GpuError::Process { message: "m".to_owned(), fault: ProcessFault::DriverReplaced };
+        assert!(judge(Err(replaced)).action.unwrap().contains("once its last tenant is gone"));
+        let info = GpuInfo { index: 0, uuid: "GPU-1".into(), vendor: "v".into(), model: "m".into(), memory_mib: 1 };
+        let condition = GpuCondition { mig: Some((true, true)), ..GpuCondition::default() };
+        let pci_address = Some("0000:3b:00".to_owned());
+        let gpus = vec![SurveyedGpu { info, pci_address, load: None, condition }];
+        let divided = judge(Ok(GpuSurvey { gpus, ..GpuSurvey::default() }));
+        assert_eq!(divided.action.as_deref(), Some("run: nvidia-smi -i 0000:3b:00.0 -mig 0"), "{divided:?}");
         assert_eq!(judge(Ok(GpuSurvey { lost: 1, ..GpuSurvey::default() })).level, Error);
         assert_eq!(judge(Ok(GpuSurvey::default())).level, Warning, "no GPU");
     }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
@@ -22,8 +23,11 @@ use serde::Serialize;
 use wire::heartbeat::GpuTelemetry;
 use wire::inventory::GpuInfo;
 
+use nvml_wrapper_sys::bindings::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES as NO_RESOURCES;
+
 use super::fabric::FabricFunctions;
-use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, Request, SurveyedGpu, cuda};
+use super::places::{DRIVER_GPUS, Unreadable, described};
+use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, ProcessFault, Request, SurveyedGpu, cuda};
 
 /// With the number of its interface: the name without it belongs to development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -91,6 +95,20 @@ impl From<NvmlError> for GpuError {
                 Self::NotInstalled { why: "the library of the driver is not found".to_owned() }
             }
             NvmlError::DriverNotLoaded => Self::NotLoaded,
+            NvmlError::LibRmVersionMismatch => Self::Process {
+                message: "the installed library is of another version than the loaded driver; reboot the machine"
+                    .to_owned(),
+                fault: ProcessFault::DriverReplaced,
+            },
+            // Of this process: its rights, its limits, the library that it has loaded. They say nothing about the programs of tenants.
+            NvmlError::NoPermission
+            | NvmlError::OperatingSystem
+            | NvmlError::InsufficientMemory
+            | NvmlError::FunctionNotFound
+            | NvmlError::FailedToLoadSymbol(_)
+            | NvmlError::UnexpectedVariant(NO_RESOURCES) => {
+                Self::Process { message: error.to_string(), fault: ProcessFault::Other }
+            }
             other => Self::Driver { message: other.to_string() },
         }
     }
@@ -126,14 +144,23 @@ impl Session<'_> {
 
     fn survey(&mut self, xid_events: bool) -> Result<GpuSurvey, NvmlError> {
         let driver_version = self.nvml.sys_driver_version().ok();
-        let mut survey = GpuSurvey { driver_version, ..GpuSurvey::default() };
+        let mut survey =
+            GpuSurvey { driver_version, is_library_replaced: is_library_replaced(), ..GpuSurvey::default() };
+        let mut unreadable = Vec::new();
         for index in 0..self.nvml.device_count()?.min(MAX_GPUS) {
-            match self.nvml.device_by_index(index).and_then(|device| surveyed(&device, index, &self.fabric)) {
+            let mut address = None;
+            let gpu = self.nvml.device_by_index(index).and_then(|device| {
+                address = pci_address(&device);
+                surveyed(&device, index, address.clone(), &self.fabric)
+            });
+            match gpu {
                 Ok(gpu) => survey.gpus.push(gpu),
                 Err(NvmlError::GpuLost) => survey.lost += 1,
-                Err(error) => survey.unreadable.push(format!("GPU {index}: {error}")),
+                Err(error) => unreadable.push(Unreadable { index, address, error: error.to_string() }),
             }
         }
+        let read = survey.gpus.iter().filter_map(|gpu| gpu.pci_address.clone()).collect();
+        survey.unreadable = described(&unreadable, &read, survey.lost, Path::new(DRIVER_GPUS));
         if xid_events {
             let mut counts = self.xids();
             for gpu in &mut survey.gpus {
@@ -180,31 +207,57 @@ fn register(nvml: &Nvml) -> Result<EventSet<'_>, NvmlError> {
     Ok(set)
 }
 
-fn surveyed(device: &Device<'_>, index: u32, fabric: &FabricFunctions) -> Result<SurveyedGpu, NvmlError> {
-    let name = device.name()?;
-    let memory = device.memory_info()?;
+/// True where the library that this process has loaded is not the installed one any more.
+fn is_library_replaced() -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    maps.lines().any(|line| line.contains("/libnvidia-ml.so") && line.ends_with(" (deleted)"))
+}
+
+fn pci_address(device: &Device<'_>) -> Option<String> {
+    let pci = device.pci_info().ok()?;
+    Some(format!("{:04x}:{:02x}:{:02x}", pci.domain, pci.bus, pci.device))
+}
+
+/// A GPU without a UUID cannot be named. Everything else that the driver does not report is unknown.
+fn surveyed(
+    device: &Device<'_>,
+    index: u32,
+    pci_address: Option<String>,
+    fabric: &FabricFunctions,
+) -> Result<SurveyedGpu, NvmlError> {
     let uuid = device.uuid()?;
+    let mut unreported = Vec::new();
+    let name = owed("its name", device.name(), &mut unreported)?.unwrap_or_default();
+    let memory = owed("its memory", device.memory_info(), &mut unreported)?;
     let load = GpuTelemetry {
         uuid: uuid.clone(),
         utilization_percent: device.utilization_rates().ok().map(|rates| rates.gpu),
-        memory_used_mib: Some(memory.used / MIB),
+        memory_used_mib: memory.as_ref().map(|memory| memory.used / MIB),
         temperature_celsius: device.temperature(TemperatureSensor::Gpu).ok(),
         power_milliwatts: device.power_usage().ok(),
     };
-    let pci = device.pci_info().ok();
     let info = GpuInfo {
         index,
         uuid,
         vendor: "NVIDIA".to_owned(),
         model: name.strip_prefix("NVIDIA ").unwrap_or(&name).to_owned(),
-        memory_mib: memory.total / MIB,
+        memory_mib: memory.map_or(0, |memory| memory.total / MIB),
     };
-    Ok(SurveyedGpu {
-        info,
-        pci_address: pci.map(|pci| format!("{:04x}:{:02x}:{:02x}", pci.domain, pci.bus, pci.device)),
-        load: Some(load),
-        condition: GpuCondition { fabric: fabric.read(device), ..condition(device) },
-    })
+    let condition = GpuCondition { fabric: fabric.read(device), unreported, ..condition(device) };
+    Ok(SurveyedGpu { info, pci_address, load: Some(load), condition })
+}
+
+/// A property that every GPU has; `None` where the driver does not report it. That the GPU does not have it is no error.
+fn owed<T>(what: &str, found: Result<T, NvmlError>, unreported: &mut Vec<String>) -> Result<Option<T>, NvmlError> {
+    match found {
+        Ok(value) => Ok(Some(value)),
+        Err(NvmlError::GpuLost) => Err(NvmlError::GpuLost),
+        Err(NvmlError::NotSupported) => Ok(None),
+        Err(error) => {
+            unreported.push(format!("{what}: {error}"));
+            Ok(None)
+        }
+    }
 }
 
 /// All but the fabric, which the library's wrapper cannot read.
@@ -224,6 +277,19 @@ fn condition(device: &Device<'_>) -> GpuCondition {
         fabric: None,
         pcie_width: widths,
         xids: Vec::new(),
+        mig: device.mig_mode().ok().map(|mode| (mode.current != 0, mode.pending != 0)),
+        compute_mode: compute_mode(device),
+        unreported: Vec::new(),
+    }
+}
+
+/// Also a mode that the library's wrapper does not know.
+fn compute_mode(device: &Device<'_>) -> Option<u32> {
+    match device.compute_mode() {
+        Ok(mode) => Some(mode.as_c()),
+        // The wrapper has names for all errors below.
+        Err(NvmlError::UnexpectedVariant(mode)) if mode < NO_RESOURCES => Some(mode),
+        Err(_) => None,
     }
 }
 

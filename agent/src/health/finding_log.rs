@@ -198,10 +198,10 @@ impl FindingLog {
         self.state.addresses.get(pci_address).map(String::as_str)
     }
 
-    /// The PCI address that the GPU had when it was listed last.
+    /// The PCI address of each GPU, by UUID.
     #[must_use]
-    pub fn address_of(&self, uuid: &str) -> Option<&str> {
-        self.state.addresses.iter().find(|(_, of)| *of == uuid).map(|(address, _)| address.as_str())
+    pub fn addresses(&self) -> BTreeMap<String, String> {
+        self.state.addresses.iter().map(|(address, uuid)| (uuid.clone(), address.clone())).collect()
     }
 
     pub fn set_address(&mut self, pci_address: &str, uuid: &str) {

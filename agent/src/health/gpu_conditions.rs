@@ -1,6 +1,13 @@
 //! Conditions of GPUs, as NVIDIA's driver reports them. What it does not know, or a GPU does not have, is no finding.
 
-use crate::gpu_probe::GpuSurvey;
+use nvml_wrapper_sys::bindings::{
+    nvmlComputeMode_enum_NVML_COMPUTEMODE_DEFAULT as SHARED,
+    nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_PROCESS as ONE_PROCESS,
+    nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_THREAD as ONE_THREAD,
+    nvmlComputeMode_enum_NVML_COMPUTEMODE_PROHIBITED as PROHIBITED,
+};
+
+use crate::gpu_probe::{GpuSurvey, SurveyedGpu};
 
 use super::fabric_conditions;
 use super::finding_log::{Condition, FindingLog};
@@ -18,6 +25,12 @@ pub fn observed(survey: &GpuSurvey, log: &mut FindingLog) -> Vec<Condition> {
         let mut add = |probe, code: &str, detail: String| found.push(Condition::of_gpu(uuid, probe, code, detail));
         if let Some(errors) = condition.ecc_uncorrectable.filter(|errors| *errors > 0) {
             add("ecc", "uncorrectable", format!("{errors} uncorrectable memory errors since the driver was loaded"));
+        }
+        if !condition.unreported.is_empty() {
+            add("gpu", "incomplete", format!("the driver does not report {}", condition.unreported.join("; ")));
+        }
+        for GpuMode { code, detail } in modes(gpu) {
+            add("gpu_mode", &code, detail);
         }
         if condition.remap_pending == Some(true) {
             add("row_remap", "pending", "memory rows are remapped at the next reset".to_owned());
@@ -48,6 +61,49 @@ pub fn observed(survey: &GpuSurvey, log: &mut FindingLog) -> Vec<Condition> {
     }
     found.extend(fabric_conditions::observed(survey, log));
     found
+}
+
+/// A mode in which programs of a tenant cannot use a GPU as they expect.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuMode {
+    pub code: String,
+    /// The mode, and the command that ends it.
+    pub detail: String,
+}
+
+/// The modes of a GPU in which it is for no tenant. A mode that the GPU does not support is none.
+#[must_use]
+pub fn modes(gpu: &SurveyedGpu) -> Vec<GpuMode> {
+    let condition = &gpu.condition;
+    let mode = |code: &str, detail: String| GpuMode { code: code.to_owned(), detail };
+    let command = |option: &str| format!("run: nvidia-smi -i {} {option}", place(gpu));
+    let mig = match condition.mig {
+        None | Some((false, false)) => None,
+        Some((true, true)) => Some(mode("mig", format!("MIG is on, and CUDA finds no device; {}", command("-mig 0")))),
+        Some((true, false)) => {
+            let reset = format!("reset the GPU: nvidia-smi --gpu-reset -i {}", place(gpu));
+            Some(mode("mig", format!("MIG is on until the next reset of the GPU; {reset}")))
+        }
+        Some((false, true)) => {
+            Some(mode("mig_pending", format!("MIG is on from the next reset of the GPU; {}", command("-mig 0"))))
+        }
+    };
+    let compute = condition.compute_mode.filter(|compute| *compute != SHARED).map(|compute| {
+        let (code, what) = match compute {
+            PROHIBITED => ("compute_prohibited".to_owned(), "no program may compute".to_owned()),
+            ONE_PROCESS | ONE_THREAD => {
+                ("compute_exclusive".to_owned(), "one program at a time may compute".to_owned())
+            }
+            other => (format!("compute_{other}"), format!("the compute mode is {other}")),
+        };
+        mode(&code, format!("{what}; {}", command("-c 0")))
+    });
+    mig.into_iter().chain(compute).collect()
+}
+
+/// As `nvidia-smi -i` takes it.
+fn place(gpu: &SurveyedGpu) -> String {
+    gpu.pci_address.as_ref().map_or_else(|| gpu.info.uuid.clone(), |address| format!("{address}.0"))
 }
 
 /// The names of `nvmlDeviceGpuRecoveryAction_t`. An action of a later driver keeps its number.
@@ -95,8 +151,43 @@ mod tests {
             fabric: Some(GpuFabric { state: 3, error: None, health_mask: 0x1aa, health_summary: 1 }),
             pcie_width: Some((16, 16)),
             xids: vec![],
+            mig: Some((false, false)),
+            compute_mode: Some(0),
+            unreported: vec![],
         };
         assert_eq!(codes(good), Vec::<String>::new());
+    }
+
+    #[test]
+    fn mode_names_the_command_that_ends_it_on_its_gpu_alone() {
+        let found = |address: Option<&str>, mig, compute_mode| {
+            let info = GpuInfo {
+                index: 3,
+                uuid: "GPU-1".into(),
+                vendor: "NVIDIA".into(),
+                model: "H100".into(),
+                memory_mib: 1,
+            };
+            let condition = GpuCondition { mig, compute_mode, ..GpuCondition::default() };
+            let pci_address = address.map(str::to_owned);
+            let found = modes(&SurveyedGpu { info, pci_address, load: None, condition });
+            found.into_iter().map(|mode| (mode.code, mode.detail)).collect::<Vec<_>>()
+        };
+        let one = |mig, compute| found(Some("0000:3b:00"), mig, compute).remove(0);
+        let (code, detail) = one(Some((true, true)), None);
+        assert!(code == "mig" && detail.ends_with("run: nvidia-smi -i 0000:3b:00.0 -mig 0"), "{detail}");
+        let (code, detail) = one(Some((true, false)), Some(0));
+        assert!(code == "mig" && detail.ends_with("nvidia-smi --gpu-reset -i 0000:3b:00.0"), "{detail}");
+        assert_eq!(one(Some((false, true)), None).0, "mig_pending");
+        for (compute, wanted) in
+            [(1, "compute_exclusive"), (2, "compute_prohibited"), (3, "compute_exclusive"), (4, "compute_4")]
+        {
+            let (code, detail) = one(Some((false, false)), Some(compute));
+            assert!(code == wanted && detail.ends_with("run: nvidia-smi -i 0000:3b:00.0 -c 0"), "{code}: {detail}");
+            assert!(detail.len() <= wire::finding::MAX_FINDING_DETAIL, "{detail}");
+        }
+        assert!(found(None, None, Some(2))[0].1.ends_with("nvidia-smi -i GPU-1 -c 0"), "an address that is unknown");
+        assert_eq!(found(None, None, None), vec![], "a GPU without these modes");
     }
 
     #[test]
@@ -111,11 +202,17 @@ mod tests {
             fabric: Some(GpuFabric { state: 3, error: None, health_mask: 0x1a9, health_summary: 3 }),
             pcie_width: Some((8, 16)),
             xids: vec![],
+            mig: Some((true, true)),
+            compute_mode: Some(2),
+            unreported: vec!["its name: an internal driver error occurred".into()],
         };
         assert_eq!(
             codes(bad),
             [
                 "ecc/uncorrectable",
+                "gpu/incomplete",
+                "gpu_mode/mig",
+                "gpu_mode/compute_prohibited",
                 "row_remap/pending",
                 "row_remap/failed",
                 "recovery_action/gpu_reset",

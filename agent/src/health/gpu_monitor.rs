@@ -7,7 +7,7 @@ use wire::heartbeat::{Alert, Classification, HealthLevel, HealthReport};
 use wire::inventory::GpuInfo;
 
 use super::finding_log::Condition;
-use crate::gpu_probe::{GpuError, GpuSurvey};
+use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault};
 
 /// This many consecutive surveys without an answer are a fault. Fewer are a transient failure of the driver: as a fault they would stop the
 /// charge of its allocations from then on to their end.
@@ -23,6 +23,10 @@ pub struct GpuMonitor {
     last: Vec<GpuInfo>,
     missing_since: BTreeMap<String, DateTime<Utc>>,
     unreadable: Option<Unreadable>,
+    /// Since when no other process can begin to use the GPUs.
+    restart_needed_since: Option<DateTime<Utc>>,
+    /// The PCI address of each GPU that was read, by UUID.
+    addresses: BTreeMap<String, String>,
 }
 
 /// What a survey says of the GPUs' presence.
@@ -52,6 +56,8 @@ impl GpuMonitor {
             last: had.to_vec(),
             missing_since: BTreeMap::new(),
             unreadable: None,
+            restart_needed_since: None,
+            addresses: BTreeMap::new(),
         }
     }
 
@@ -59,6 +65,12 @@ impl GpuMonitor {
     #[must_use]
     pub fn of_earlier_boot(had: &[GpuInfo]) -> Self {
         Self { had_is_of_earlier_boot: true, ..Self::of(had) }
+    }
+
+    /// At these PCI addresses, by UUID.
+    #[must_use]
+    pub fn at(self, addresses: BTreeMap<String, String>) -> Self {
+        Self { addresses, ..self }
     }
 
     /// Whether the GPU is listed, or missing.
@@ -75,14 +87,39 @@ impl GpuMonitor {
 
     /// The presence of the GPUs by a survey. GPUs that could not be read are as they were read last.
     pub fn assess(&mut self, survey: Result<&GpuSurvey, &GpuError>, now: DateTime<Utc>) -> Presence {
-        let (listed, why) = match survey {
-            Ok(survey) => {
-                let listed: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).collect();
-                (listed, survey.unreadable.first().cloned())
-            }
-            Err(error) => (Vec::new(), Some(error.to_string())),
+        let mut presence = self.assess_gpus(survey, now);
+        let Some(why) = survey.ok().and_then(|survey| survey.restart_needed.as_ref()) else {
+            self.restart_needed_since = None;
+            return presence;
         };
-        let Some(why) = why else {
+        let since = *self.restart_needed_since.get_or_insert(now);
+        presence.conditions.push(Condition::of_machine("driver", "restart_needed", why.as_str()));
+        presence.health.status = presence.health.status.max(HealthLevel::Warning);
+        presence.health.alerts.push(Alert {
+            probe_id: "driver.restart_needed".to_owned(),
+            target: "gpus".to_owned(),
+            since,
+            classifications: vec![Classification::PreventAllocation, Classification::Warn],
+            message: format!("no new program can use the GPUs before a reboot ({why}); those that use them go on"),
+            tenant_message: String::new(),
+        });
+        presence
+    }
+
+    fn assess_gpus(&mut self, survey: Result<&GpuSurvey, &GpuError>, now: DateTime<Utc>) -> Presence {
+        let (listed, reasons) = match survey {
+            Ok(survey) => {
+                for gpu in &survey.gpus {
+                    if let Some(address) = &gpu.pci_address {
+                        self.addresses.insert(gpu.info.uuid.clone(), address.clone());
+                    }
+                }
+                let listed: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).collect();
+                (listed, survey.unreadable.clone())
+            }
+            Err(error) => (Vec::new(), vec![error.to_string()]),
+        };
+        let Some(why) = reasons.first() else {
             self.unreadable = None;
             let were_replaced = self.had_is_of_earlier_boot && listed.len() >= self.had.len();
             if self.had.is_empty() || were_replaced {
@@ -101,12 +138,55 @@ impl GpuMonitor {
             self.last.iter().filter(|gpu| listed.iter().all(|read| read.uuid != gpu.uuid)).cloned().collect();
         let mut health = missing(&self.had, &self.last, &mut self.missing_since, now);
         let mut conditions = missing_conditions(&health, 0);
-        conditions.extend(unreadable.conditions(survey.err(), &silent, &why));
-        health.status = health.status.max(unreadable.status());
-        health.alerts.push(unreadable.alert(&why));
+        match survey.err() {
+            Some(error) => conditions.push(unreadable.condition_of_driver(error)),
+            None if unreadable.is_fault() => conditions.extend(self.unreadable_gpus(&silent, &reasons)),
+            None => {}
+        }
+        let harms_tenants = survey.err().is_none_or(|error| !is_of_this_process(error));
+        health.status = health.status.max(unreadable.status(harms_tenants));
+        health.alerts.push(unreadable.alert(why, harms_tenants));
         self.last = listed.into_iter().chain(silent).collect();
         self.last.sort_by_key(|gpu| gpu.index);
         Presence { gpus: self.last.clone(), conditions, health }
+    }
+
+    /// Each GPU that alone could not be read, with the driver's error of its address. One that was never read has no name: then its error is a
+    /// finding of a GPU that nothing names.
+    fn unreadable_gpus(&self, silent: &[GpuInfo], reasons: &[String]) -> Vec<Condition> {
+        let mut of_nobody: Vec<&String> = reasons.iter().collect();
+        let mut conditions = Vec::new();
+        let of_its_address = |gpu: &GpuInfo, reasons: &[&String]| {
+            let address = self.addresses.get(&gpu.uuid)?;
+            reasons.iter().position(|why| why.contains(address.as_str()))
+        };
+        let (named, others): (Vec<_>, Vec<_>) =
+            silent.iter().partition(|gpu| of_its_address(gpu, &of_nobody).is_some());
+        for gpu in named.into_iter().chain(others) {
+            let address = self.addresses.get(&gpu.uuid);
+            let its_own = of_its_address(gpu, &of_nobody);
+            let why = if of_nobody.is_empty() { None } else { Some(of_nobody.remove(its_own.unwrap_or(0))) };
+            let why = why.or_else(|| reasons.last()).map_or("", String::as_str);
+            let detail = match address.filter(|address| !why.contains(address.as_str())) {
+                Some(address) => format!("GPU at {address}: {why}"),
+                None => why.to_owned(),
+            };
+            conditions.push(Condition::of_gpu(&gpu.uuid, "gpu", "unreadable", detail));
+        }
+        if !of_nobody.is_empty() {
+            let whys = of_nobody.into_iter().map(String::as_str).collect::<Vec<_>>().join("; ");
+            conditions.push(Condition::of_machine("gpu", "unreadable", whys));
+        }
+        conditions
+    }
+}
+
+/// True where the error is about the agent's own process, and says nothing about programs that use the GPUs.
+const fn is_of_this_process(error: &GpuError) -> bool {
+    match error {
+        // The agent has met the library before: it was removed since, and programs that have loaded it go on.
+        GpuError::NotInstalled { .. } | GpuError::Process { .. } => true,
+        GpuError::NotLoaded | GpuError::Hung { .. } | GpuError::Driver { .. } | GpuError::NotReady { .. } => false,
     }
 }
 
@@ -115,28 +195,28 @@ impl Unreadable {
         self.surveys >= UNREADABLE_SURVEYS
     }
 
-    const fn status(self) -> HealthLevel {
-        if self.is_fault() { HealthLevel::Critical } else { HealthLevel::Warning }
+    const fn status(self, harms_tenants: bool) -> HealthLevel {
+        if self.is_fault() && harms_tenants { HealthLevel::Critical } else { HealthLevel::Warning }
     }
 
-    /// `error` concerns the driver as a whole; without it, only the `silent` GPUs could not be read.
-    fn conditions(self, error: Option<&GpuError>, silent: &[GpuInfo], why: &str) -> Vec<Condition> {
-        let Some(error) = error else {
-            let gpus = silent.iter().filter(|_| self.is_fault());
-            return gpus.map(|gpu| Condition::of_gpu(&gpu.uuid, "gpu", "unreadable", why)).collect();
-        };
+    /// The error concerns the driver as a whole.
+    fn condition_of_driver(self, error: &GpuError) -> Condition {
         let code = match error {
+            // It does not pass.
+            GpuError::Process { fault: ProcessFault::DriverReplaced, .. } => "restart_needed",
             _ if !self.is_fault() => "unresponsive",
             GpuError::Hung { .. } => "hung",
-            GpuError::NotLoaded | GpuError::NotInstalled { .. } => "not_loaded",
-            GpuError::Driver { .. } | GpuError::NotReady { .. } | GpuError::Process { .. } => "failed",
+            GpuError::NotLoaded => "not_loaded",
+            GpuError::NotInstalled { .. } | GpuError::Process { fault: ProcessFault::Other, .. } => "not_callable",
+            GpuError::Driver { .. } | GpuError::NotReady { .. } => "failed",
         };
-        vec![Condition::of_machine("driver", code, why)]
+        Condition::of_machine("driver", code, error.to_string())
     }
 
-    fn alert(self, why: &str) -> Alert {
+    fn alert(self, why: &str, harms_tenants: bool) -> Alert {
+        let is_credited = self.is_fault() && harms_tenants;
         let mut classifications = vec![Classification::PreventAllocation];
-        classifications.push(if self.is_fault() { Classification::BillingCredit } else { Classification::Warn });
+        classifications.push(if is_credited { Classification::BillingCredit } else { Classification::Warn });
         Alert {
             probe_id: "gpu.unreadable".to_owned(),
             target: "gpus".to_owned(),
@@ -289,7 +369,69 @@ mod tests {
         };
         assert_eq!(code(GpuError::NotLoaded), "driver/not_loaded machine");
         assert_eq!(code(GpuError::Driver { message: "x".into() }), "driver/failed machine");
-        assert_eq!(code(GpuError::Process { message: "x".into() }), "driver/failed machine");
+        assert_eq!(code(GpuError::NotReady { message: "x".into() }), "driver/failed machine");
+        for error in [process(ProcessFault::Other), GpuError::NotInstalled { why: "x".into() }] {
+            assert_eq!(code(error), "driver/not_callable machine");
+        }
+        assert_eq!(code(process(ProcessFault::DriverReplaced)), "driver/restart_needed machine");
+    }
+
+    fn process(fault: ProcessFault) -> GpuError {
+        GpuError::Process { message: "x".into(), fault }
+    }
+
+    #[test]
+    fn what_only_the_agents_own_process_meets_credits_no_tenant_at_any_control_plane() {
+        let credits = |error: &GpuError| {
+            let mut monitor = GpuMonitor::of(&[gpu(0)]);
+            let found = (0..9).map(|_| monitor.assess(Err(error), Utc::now())).last().unwrap();
+            let is_credited = found.health.alerts[0].classifications.contains(&Classification::BillingCredit);
+            assert_eq!(found.health.status == HealthLevel::Critical, is_credited, "{error}");
+            assert!(found.health.alerts[0].classifications.contains(&Classification::PreventAllocation), "{error}");
+            is_credited
+        };
+        for fault in [ProcessFault::Other, ProcessFault::DriverReplaced] {
+            assert!(!credits(&process(fault)));
+        }
+        assert!(!credits(&GpuError::NotInstalled { why: "x".into() }));
+        for error in [HUNG, GpuError::NotLoaded, GpuError::Driver { message: "x".into() }] {
+            assert!(credits(&error), "{error}");
+        }
+    }
+
+    #[test]
+    fn replaced_driver_is_a_finding_at_once_and_beside_gpus_that_are_still_read() {
+        let mut monitor = GpuMonitor::of(&[gpu(0)]);
+        let replaced = process(ProcessFault::DriverReplaced);
+        assert_eq!(codes(&monitor.assess(Err(&replaced), Utc::now())), ["driver/restart_needed machine"]);
+        let (read, now) = (GpuSurvey { restart_needed: Some("why".into()), ..survey(&[gpu(0)]) }, Utc::now());
+        let _ = monitor.assess(Ok(&read), now);
+        let found = monitor.assess(Ok(&read), now + TimeDelta::seconds(5));
+        assert_eq!((codes(&found), found.gpus.len()), (vec!["driver/restart_needed machine".to_owned()], 1));
+        let alert = &found.health.alerts[0];
+        assert_eq!((found.health.status, alert.since), (HealthLevel::Warning, now));
+        assert_eq!(alert.classifications, [Classification::PreventAllocation, Classification::Warn]);
+        assert_eq!(codes(&monitor.assess(Ok(&survey(&[gpu(0)])), now)), Vec::<String>::new());
+    }
+
+    #[test]
+    fn gpu_that_cannot_be_read_is_named_by_its_address_also_where_it_was_never_read() {
+        let had = [gpu(0), gpu(1), gpu(2)];
+        let addresses = [("GPU-1", "0000:3b:00"), ("GPU-2", "0000:5e:00")].map(|(a, b)| (a.to_owned(), b.to_owned()));
+        let mut monitor = GpuMonitor::of(&had).at(addresses.into());
+        let details = |monitor: &mut GpuMonitor, unreadable: &[&str]| {
+            let unreadable = unreadable.iter().map(|it| (*it).to_owned()).collect();
+            let partial = GpuSurvey { unreadable, ..survey(&[gpu(0)]) };
+            let found = (0..3).map(|_| monitor.assess(Ok(&partial), Utc::now())).last().unwrap();
+            let detail = |it: &Condition| format!("{}: {}", it.key.gpu_uuid.as_deref().unwrap_or("one"), it.detail);
+            found.conditions.iter().map(detail).collect::<Vec<_>>()
+        };
+        let found = details(&mut monitor, &["GPU 1 at 0000:5e:00: b", "GPU 2 at 0000:3b:00: a"]);
+        assert_eq!(found, ["GPU-1: GPU 2 at 0000:3b:00: a", "GPU-2: GPU 1 at 0000:5e:00: b"]);
+        let found = details(&mut monitor, &["GPU 1: a", "GPU 2: b"]);
+        assert_eq!(found, ["GPU-1: GPU at 0000:3b:00: GPU 1: a", "GPU-2: GPU at 0000:5e:00: GPU 2: b"]);
+        let mut new = GpuMonitor::of(&[gpu(0)]);
+        assert_eq!(details(&mut new, &["GPU 1 at 0000:3b:00: a"]), ["one: GPU 1 at 0000:3b:00: a"]);
     }
 
     #[test]

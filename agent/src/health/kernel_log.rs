@@ -1,4 +1,4 @@
-//! The kernel's log: Xid lines of NVIDIA's driver, from the beginning of the boot.
+//! The kernel's log: lines of NVIDIA's driver about faults, from the beginning of the boot.
 //!
 //! `/dev/kmsg` gives one record for each read: `priority,sequence,microseconds,flags;message`. The priority contains the facility, and
 //! the kernel gives a line of user space another facility than its own, so that a forged line is recognised.
@@ -14,6 +14,8 @@ use std::time::Duration;
 use nix::libc;
 use tokio_util::sync::CancellationToken;
 
+use super::fault_line::{FaultKind, FaultLine};
+
 /// The kernel's log on every machine.
 pub const DEVICE: &str = "/dev/kmsg";
 /// The pause between two readings. The log holds some thousand lines, so that none is lost at 10,000 a second.
@@ -22,22 +24,10 @@ const PAUSE: Duration = Duration::from_millis(200);
 const MAX_RECORDS: usize = 20_000;
 /// A record is never longer.
 const MAX_RECORD: usize = 8192;
-/// The most kinds of Xid, by GPU and number, between two calls of [`KernelLog::take`].
+/// The most kinds of fault, by device and code, between two calls of [`KernelLog::take`].
 const MAX_KINDS: usize = 256;
-/// The most characters of a line's text.
-const MAX_TEXT: usize = wire::finding::MAX_FINDING_DETAIL;
 
-/// An Xid line of the driver.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct XidLine {
-    /// `domain:bus:device` of the GPU, in lower case.
-    pub pci_address: String,
-    pub xid: u32,
-    /// The rest of the line, bounded.
-    pub text: String,
-}
-
-/// The lines of one Xid on one GPU.
+/// The lines of one kind of fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Occurrences {
     pub count: u64,
@@ -51,8 +41,7 @@ pub struct Occurrences {
 /// What was read since the last call of [`KernelLog::take`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KernelLogReading {
-    /// By PCI address and number.
-    pub xids: BTreeMap<(String, u32), Occurrences>,
+    pub faults: BTreeMap<FaultKind, Occurrences>,
     /// Records that were overwritten before they were read.
     pub lost_records: u64,
     /// The sequence number of the last record that was read.
@@ -66,8 +55,8 @@ pub struct KernelLogReading {
 pub struct KernelLog(Arc<Mutex<KernelLogReading>>);
 
 impl KernelLog {
-    /// Starts the thread. Records up to `position` were read by an earlier process. `on_new_kind` is called when an Xid occurs that has
-    /// not occurred since the last call of [`KernelLog::take`].
+    /// Starts the thread. Records up to `position` were read by an earlier process. `on_new_kind` is called when a fault occurs that
+    /// has not occurred since the last call of [`KernelLog::take`].
     #[must_use]
     pub fn follow(
         path: &Path,
@@ -134,7 +123,7 @@ impl KernelLog {
     }
 }
 
-/// Reads the records that are there. Returns whether an Xid of a new kind was among them.
+/// Reads the records that are there. Returns whether a fault of a new kind was among them.
 fn read_available(log: &mut impl Read, reading: &Mutex<KernelLogReading>) -> io::Result<bool> {
     let mut buffer = [0; MAX_RECORD];
     let mut is_new_kind = false;
@@ -156,7 +145,7 @@ fn read_available(log: &mut impl Read, reading: &Mutex<KernelLogReading>) -> io:
 }
 
 impl KernelLogReading {
-    /// Notes a record. Returns whether it is an Xid of a new kind.
+    /// Notes a record. Returns whether it is a fault of a new kind.
     fn note(&mut self, record: &[u8]) -> bool {
         let Some(record) = Record::parse(record) else { return false };
         match self.position {
@@ -165,19 +154,20 @@ impl KernelLogReading {
             None => {}
         }
         self.position = Some(record.sequence);
-        let Some(line) = record.is_of_kernel().then(|| XidLine::parse(record.message)).flatten() else { return false };
-        let key = (line.pci_address, line.xid);
-        if let Some(known) = self.xids.get_mut(&key) {
+        let Some(line) = record.is_of_kernel().then(|| FaultLine::parse(record.message)).flatten() else {
+            return false;
+        };
+        if let Some(known) = self.faults.get_mut(&line.kind) {
             known.count += 1;
             known.last_micros = record.micros;
             known.text = line.text;
             return false;
         }
-        if self.xids.len() >= MAX_KINDS {
+        if self.faults.len() >= MAX_KINDS {
             return false;
         }
         let (first_micros, last_micros) = (record.micros, record.micros);
-        self.xids.insert(key, Occurrences { count: 1, first_micros, last_micros, text: line.text });
+        self.faults.insert(line.kind, Occurrences { count: 1, first_micros, last_micros, text: line.text });
         true
     }
 }
@@ -206,43 +196,14 @@ impl<'a> Record<'a> {
     }
 }
 
-impl XidLine {
-    /// Parses `NVRM: Xid (PCI:0000:3b:00): 79, …`. Kernel lines may begin with the name of a tenant's process, of up to fifteen
-    /// characters; no such line has the address and the number after it.
-    #[must_use]
-    pub fn parse(message: &str) -> Option<Self> {
-        let rest = message.strip_prefix("NVRM: Xid (")?;
-        let (place, rest) = rest.split_once("): ")?;
-        let pci_address = pci_address(place.strip_prefix("PCI:").unwrap_or(place))?;
-        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
-        let xid = rest.get(..digits)?.parse().ok()?;
-        let text = rest[digits..].strip_prefix(',')?;
-        let text = text.trim().chars().map(|character| if character.is_control() { ' ' } else { character });
-        Some(Self { pci_address, xid, text: text.take(MAX_TEXT).collect() })
-    }
-}
-
-/// `domain:bus:device` in lower case, of an address that may also name the function, or a GPU instance after a space.
-fn pci_address(text: &str) -> Option<String> {
-    let text = text.split([' ', '.']).next()?;
-    let mut parts = text.split(':');
-    let mut part = |lengths: std::ops::RangeInclusive<usize>| {
-        let part = parts.next()?;
-        (lengths.contains(&part.len()) && part.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(part)
-    };
-    let (domain, bus, device) = (part(4..=8)?, part(2..=2)?, part(2..=2)?);
-    if parts.next().is_some() {
-        return None;
-    }
-    let domain = u32::from_str_radix(domain, 16).ok()?;
-    Some(format!("{domain:04x}:{}:{}", bus.to_ascii_lowercase(), device.to_ascii_lowercase()))
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::VecDeque;
     use std::time::Instant;
 
+    use wire::finding::MAX_FINDING_DETAIL;
+
+    use super::super::fault_line::FaultyDevice;
     use super::*;
 
     /// A log that gives one record for each read, or an error.
@@ -274,7 +235,12 @@ mod tests {
     }
 
     fn numbers(reading: &KernelLogReading) -> Vec<(&str, u32, u64)> {
-        reading.xids.iter().map(|((address, xid), seen)| (address.as_str(), *xid, seen.count)).collect()
+        let number = |kind: &FaultKind| kind.code.parse().unwrap();
+        reading.faults.iter().map(|(kind, seen)| (kind.pci_address.as_str(), number(kind), seen.count)).collect()
+    }
+
+    fn xid(address: &str, xid: u32) -> FaultKind {
+        FaultKind { device: FaultyDevice::Gpu, pci_address: address.to_owned(), code: xid.to_string() }
     }
 
     /// What driver 580 writes when a program has written where it has no memory.
@@ -291,7 +257,7 @@ mod tests {
         assert_eq!(others.map(|other| reading.note(other.as_bytes())), [false, false]);
         assert!(reading.note(record));
         assert_eq!(numbers(&reading), [("0000:00:06", 31, 1)]);
-        let seen = &reading.xids[&("0000:00:06".to_owned(), 31)];
+        let seen = &reading.faults[&xid("0000:00:06", 31)];
         assert!(seen.text.starts_with("pid=760, name=python3, channel 0x0000000a"), "{seen:?}");
         assert_eq!(seen.first_micros, 105_238_075);
     }
@@ -308,12 +274,30 @@ mod tests {
         ]);
         let wanted = [("0000:01:00", 45, 1), ("0000:3b:00", 79, 1), ("0000:5e:00", 13, 1), ("0000:5e:00", 31, 2)];
         assert_eq!(numbers(&found), wanted);
-        let seen = &found.xids[&("0000:5e:00".to_owned(), 31)];
+        let seen = &found.faults[&xid("0000:5e:00", 31)];
         assert_eq!(
             (seen.first_micros, seen.last_micros, seen.text.as_str()),
             (6000, 7000, "pid=2, name=python, Ch 00000011")
         );
         assert_eq!(found.position, Some(9));
+    }
+
+    #[test]
+    fn faults_of_one_number_are_counted_by_what_their_text_says() {
+        let found = read([
+            kernel(1, "NVRM: Xid (PCI:0018:01:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2)"),
+            kernel(2, "NVRM: Xid (PCI:0018:01:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 14 (0x0409a0c2)"),
+            kernel(3, "NVRM: Xid (PCI:0018:01:00): 145, RLW_RXPIPE Fatal XC0 i0 Link 13 (0x0409a0c2)"),
+            kernel(4, "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"),
+            kernel(
+                5,
+                "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Severity 1 Engine instance 30 Sub-engine instance 00",
+            ),
+            Ok("12,6,6000,-;nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, written by a tenant\n".to_owned()),
+        ]);
+        let counts: Vec<_> = found.faults.iter().map(|(kind, seen)| (kind.code.as_str(), seen.count)).collect();
+        assert_eq!(counts, [("145.fatal.rlw_rxpipe", 1), ("145.nonfatal.rlw_rxpipe", 2), ("fatal.20034", 1)]);
+        assert!(found.faults.values().all(|seen| seen.text.contains("Link")), "{found:?}");
     }
 
     #[test]
@@ -361,8 +345,8 @@ mod tests {
         let kinds =
             (0..2000_u64).map(|n| kernel(n + 1, &format!("NVRM: Xid (PCI:0000:3b:00): {n}, {}", "x".repeat(4000))));
         let found = read(kinds);
-        assert_eq!(found.xids.len(), MAX_KINDS);
-        assert!(found.xids.values().all(|seen| seen.text.len() == MAX_TEXT));
+        assert_eq!(found.faults.len(), MAX_KINDS);
+        assert!(found.faults.values().all(|seen| seen.text.len() == MAX_FINDING_DETAIL));
     }
 
     #[test]
@@ -374,7 +358,7 @@ mod tests {
         read_available(&mut records, &reading).unwrap();
         let reading = reading.into_inner().unwrap();
         assert_eq!((reading.position, reading.lost_records), (Some(10_000), 0));
-        assert!(reading.xids.is_empty());
+        assert!(reading.faults.is_empty());
     }
 
     #[test]
@@ -397,12 +381,12 @@ mod tests {
             lines.push(kernel(n as u64 + 1, &message));
         }
         let found = read(lines);
-        let counted = |key: &(String, u32)| found.xids.get(key).map(|seen| seen.count);
+        let counted = |key: &(String, u32)| found.faults.get(&xid(&key.0, key.1)).map(|seen| seen.count);
         for (key, count) in &wanted {
             assert_eq!(counted(key), Some(*count), "{key:?}");
         }
         assert_eq!((found.position, found.lost_records), (Some(LINES as u64), 0));
-        assert_eq!((wanted.len(), found.xids.len()), (48, MAX_KINDS));
+        assert_eq!((wanted.len(), found.faults.len()), (48, MAX_KINDS));
     }
 
     #[test]

@@ -73,7 +73,7 @@ pub(super) enum RepairName {
 #[serde(deny_unknown_fields)]
 #[schema(as = NewHealthRule)]
 pub(super) struct NewHealthRule {
-    /// The findings that it is for. An exact pattern wins over one that ends in `*`, a longer one over a shorter one.
+    /// The findings that it is for. It is for the codes below its code too: xid/145 is for 145.fatal. The longest pattern wins; where two differ in the `*` alone, the one without it.
     pattern: FindingPattern,
     /// What follows from them.
     #[schema(min_items = 1, max_items = 4)]

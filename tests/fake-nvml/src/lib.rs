@@ -6,6 +6,7 @@
 //! It reports the machine that a JSON file describes ([`FakeMachine`]), which it reads again at each call: a test changes the machine by
 //! replacing the file.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -30,6 +31,9 @@ pub struct FakeMachine {
     pub not_loaded: bool,
     /// No call returns while this is set.
     pub hangs: bool,
+    /// The code (`nvmlReturn_t`) that a function answers in place of its value, by its name, with or without the number of its version:
+    /// `nvmlInit`, `nvmlDeviceGetCount`.
+    pub errors: BTreeMap<String, u32>,
     pub gpus: Vec<FakeGpu>,
     /// Xids by GPU, in the order in which they occurred.
     pub xids: Vec<(String, u64)>,
@@ -127,6 +131,8 @@ pub struct FakeGpu {
     pub is_lost: bool,
     /// The driver returns this code when the GPU is opened (`nvmlReturn_t`).
     pub error: Option<u32>,
+    /// As [`FakeMachine::errors`], for this GPU alone.
+    pub errors: BTreeMap<String, u32>,
     pub ecc_uncorrectable: Option<u64>,
     pub remap_pending: Option<bool>,
     pub remap_failed: Option<bool>,
@@ -135,6 +141,10 @@ pub struct FakeGpu {
     pub nvlinks: Vec<bool>,
     pub fabric: Option<FakeFabric>,
     pub pcie_width: Option<(u32, u32)>,
+    /// Whether it is divided into instances, and whether it is after its next reset: 0 or 1.
+    pub mig: Option<(u32, u32)>,
+    /// `nvmlComputeMode_t`.
+    pub compute_mode: Option<u32>,
     /// The driver holds it initialised, which is a client of it.
     pub persistence_mode: bool,
 }
@@ -158,6 +168,8 @@ impl FakeMachine {
             nvlinks: vec![true, true],
             fabric: Some(FakeFabric::default()),
             pcie_width: Some((16, 16)),
+            mig: Some((0, 0)),
+            compute_mode: Some(0),
             ..FakeGpu::default()
         };
         Self { gpus: (0..count).map(gpu).collect(), ..Self::default() }
@@ -191,6 +203,17 @@ pub fn install(folder: &Path) -> io::Result<()> {
         io::Error::other(format!("libfake_nvml.so is not in {}; build the crate fake-nvml", deps.display()))
     })?;
     std::fs::copy(built, folder.join(LIBRARY)).map(|_| ())
+}
+
+/// Replaces the library as a package does: who has loaded the one before goes on with it.
+///
+/// # Errors
+/// As of [`install`].
+pub fn replace(folder: &Path) -> io::Result<()> {
+    let new = folder.join("new");
+    std::fs::create_dir_all(&new)?;
+    install(&new)?;
+    std::fs::rename(new.join(LIBRARY), folder.join(LIBRARY))
 }
 
 /// The same for CUDA's library.

@@ -1,6 +1,7 @@
 //! The library's functions, with the names and types of `nvml.h`.
 #![allow(unsafe_code, non_snake_case)]
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -22,6 +23,7 @@ const TOO_SMALL: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SI
 const WRONG_VERSION: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
 const FUNCTION_NOT_FOUND: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND;
 const NO_RESOURCES: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES;
+const REPLACED: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_LIB_RM_VERSION_MISMATCH;
 const UNKNOWN: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_UNKNOWN;
 const MIB: u64 = 1024 * 1024;
 /// What the driver has of a GPU's memory for itself.
@@ -32,8 +34,21 @@ static HANDLES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 /// How many Xids the event set has delivered.
 static DELIVERED: Mutex<usize> = Mutex::new(0);
 
+/// The machine at this moment, as this function answers.
+fn machine(function: &str) -> Result<FakeMachine, nvmlReturn_t> {
+    let machine = machine_of_any_function()?;
+    answered(function, &machine.errors)?;
+    Ok(machine)
+}
+
+/// Fails where the function is to answer with a code.
+fn answered(function: &str, errors: &BTreeMap<String, u32>) -> Result<(), nvmlReturn_t> {
+    let without_version = function.rsplit_once("_v").map_or(function, |(name, _)| name);
+    errors.get(function).or_else(|| errors.get(without_version)).map_or(Ok(()), |code| Err(*code))
+}
+
 /// The machine at this moment, once it does not hang.
-fn machine() -> Result<FakeMachine, nvmlReturn_t> {
+fn machine_of_any_function() -> Result<FakeMachine, nvmlReturn_t> {
     let file = std::env::var_os(FILE).ok_or(NOT_LOADED)?;
     loop {
         let machine = FakeMachine::read(Path::new(&file)).map_err(|_| UNKNOWN)?;
@@ -56,15 +71,16 @@ fn handle(uuid: &str) -> nvmlDevice_t {
     std::ptr::without_provenance_mut(known + 1)
 }
 
-/// The GPU of a handle.
-fn gpu(device: nvmlDevice_t) -> Result<(usize, FakeGpu), nvmlReturn_t> {
+/// The GPU of a handle, as this function answers.
+fn gpu(function: &str, device: nvmlDevice_t) -> Result<(usize, FakeGpu), nvmlReturn_t> {
     let uuid = {
         let handles = HANDLES.lock().unwrap_or_else(PoisonError::into_inner);
         device.addr().checked_sub(1).and_then(|index| handles.get(index).cloned()).ok_or(INVALID)?
     };
-    let gpus = machine()?.gpus;
+    let gpus = machine(function)?.gpus;
     let (index, gpu) = gpus.into_iter().enumerate().find(|(_, gpu)| gpu.uuid == uuid).ok_or(LOST)?;
     opened(&gpu)?;
+    answered(function, &gpu.errors)?;
     Ok((index, gpu))
 }
 
@@ -110,7 +126,7 @@ macro_rules! of_device {
     ($($name:ident -> $type:ty = |$index:ident, $gpu:ident| $value:expr;)+) => {$(
         #[unsafe(no_mangle)]
         extern "C" fn $name(device: nvmlDevice_t, out: *mut $type) -> nvmlReturn_t {
-            give(out, gpu(device).and_then(|($index, $gpu)| $value))
+            give(out, gpu(stringify!($name), device).and_then(|($index, $gpu)| $value))
         }
     )+};
 }
@@ -136,6 +152,7 @@ of_device! {
     nvmlDeviceGetCurrPcieLinkWidth -> c_uint = |_index, gpu| gpu.pcie_width.map(|width| width.0).ok_or(NOT_SUPPORTED);
     nvmlDeviceGetMaxPcieLinkWidth -> c_uint = |_index, gpu| gpu.pcie_width.map(|width| width.1).ok_or(NOT_SUPPORTED);
     nvmlDeviceGetSupportedEventTypes -> c_ulonglong = |_index, _gpu| Ok(nvml::nvmlEventTypeXidCriticalError.into());
+    nvmlDeviceGetComputeMode -> nvml::nvmlComputeMode_t = |_index, gpu| gpu.compute_mode.ok_or(NOT_SUPPORTED);
     nvmlDeviceGetPciInfo_v3 -> nvml::nvmlPciInfo_t = |_index, gpu| Ok(pci_info(&gpu));
 }
 
@@ -161,16 +178,17 @@ fn pci_info(gpu: &FakeGpu) -> nvml::nvmlPciInfo_t {
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlInit_v2() -> nvmlReturn_t {
-    done(machine())
+    done(machine("nvmlInit_v2"))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlInitWithFlags(_flags: c_uint) -> nvmlReturn_t {
-    done(machine())
+    done(machine("nvmlInit_v2"))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlShutdown() -> nvmlReturn_t {
+    // It does not wait for a driver that hangs.
     SUCCESS
 }
 
@@ -180,6 +198,7 @@ extern "C" fn nvmlErrorString(code: nvmlReturn_t) -> *const c_char {
         SUCCESS => c"Success",
         NOT_LOADED => c"Driver Not Loaded",
         LOST => c"GPU is lost",
+        REPLACED => c"Driver/library version mismatch",
         NOT_SUPPORTED => c"Not Supported",
         NO_RESOURCES => c"Insufficient Resources",
         _ => c"Unknown Error",
@@ -189,19 +208,23 @@ extern "C" fn nvmlErrorString(code: nvmlReturn_t) -> *const c_char {
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlSystemGetDriverVersion(version: *mut c_char, length: c_uint) -> nvmlReturn_t {
-    give_text(version, length, machine().map(|_| "580.159.04".to_owned()))
+    give_text(version, length, machine("nvmlSystemGetDriverVersion").map(|_| "580.159.04".to_owned()))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetCount_v2(count: *mut c_uint) -> nvmlReturn_t {
-    give(count, machine().and_then(|machine| c_uint::try_from(machine.gpus.len()).map_err(|_| UNKNOWN)))
+    give(
+        count,
+        machine("nvmlDeviceGetCount_v2").and_then(|machine| c_uint::try_from(machine.gpus.len()).map_err(|_| UNKNOWN)),
+    )
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: *mut nvmlDevice_t) -> nvmlReturn_t {
-    let found = machine().and_then(|machine| {
+    let found = machine("nvmlDeviceGetHandleByIndex_v2").and_then(|machine| {
         let gpu = machine.gpus.get(index as usize).ok_or(INVALID)?;
-        opened(gpu).map(|()| handle(&gpu.uuid))
+        opened(gpu)?;
+        answered("nvmlDeviceGetHandleByIndex", &gpu.errors).map(|()| handle(&gpu.uuid))
     });
     give(device, found)
 }
@@ -213,21 +236,22 @@ extern "C" fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut nvmlDe
     }
     // SAFETY: by the library's interface it is a C string.
     let uuid = unsafe { CStr::from_ptr(uuid) }.to_string_lossy();
-    let found = machine().and_then(|machine| {
+    let found = machine("nvmlDeviceGetHandleByUUID").and_then(|machine| {
         let gpu = machine.gpus.iter().find(|gpu| gpu.uuid == uuid).ok_or(NOT_FOUND)?;
-        opened(gpu).map(|()| handle(&gpu.uuid))
+        opened(gpu)?;
+        answered("nvmlDeviceGetHandleByUUID", &gpu.errors).map(|()| handle(&gpu.uuid))
     });
     give(device, found)
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetName(device: nvmlDevice_t, name: *mut c_char, length: c_uint) -> nvmlReturn_t {
-    give_text(name, length, gpu(device).map(|(_, gpu)| gpu.name))
+    give_text(name, length, gpu("nvmlDeviceGetName", device).map(|(_, gpu)| gpu.name))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetUUID(device: nvmlDevice_t, uuid: *mut c_char, length: c_uint) -> nvmlReturn_t {
-    give_text(uuid, length, gpu(device).map(|(_, gpu)| gpu.uuid))
+    give_text(uuid, length, gpu("nvmlDeviceGetUUID", device).map(|(_, gpu)| gpu.uuid))
 }
 
 #[unsafe(no_mangle)]
@@ -236,7 +260,7 @@ extern "C" fn nvmlDeviceGetTemperature(
     _sensor: c_uint,
     temperature: *mut c_uint,
 ) -> nvmlReturn_t {
-    give(temperature, gpu(device).map(|_| 40))
+    give(temperature, gpu("nvmlDeviceGetTemperature", device).map(|_| 40))
 }
 
 #[unsafe(no_mangle)]
@@ -245,7 +269,7 @@ extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     count: *mut c_uint,
     infos: *mut nvml::nvmlProcessInfo_t,
 ) -> nvmlReturn_t {
-    give_processes(count, infos, gpu(device).map(|(_, gpu)| gpu.computing))
+    give_processes(count, infos, gpu("nvmlDeviceGetComputeRunningProcesses_v3", device).map(|(_, gpu)| gpu.computing))
 }
 
 #[unsafe(no_mangle)]
@@ -254,7 +278,11 @@ extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v3(
     count: *mut c_uint,
     infos: *mut nvml::nvmlProcessInfo_t,
 ) -> nvmlReturn_t {
-    give_processes(count, infos, gpu(device).and_then(|(_, gpu)| gpu.drawing.ok_or(NOT_SUPPORTED)))
+    give_processes(
+        count,
+        infos,
+        gpu("nvmlDeviceGetGraphicsRunningProcesses_v3", device).and_then(|(_, gpu)| gpu.drawing.ok_or(NOT_SUPPORTED)),
+    )
 }
 
 /// Without room for all of them, it gives how many there are.
@@ -286,6 +314,15 @@ fn give_processes(
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetMigMode(device: nvmlDevice_t, current: *mut c_uint, pending: *mut c_uint) -> nvmlReturn_t {
+    let found = gpu("nvmlDeviceGetMigMode", device).and_then(|(_, gpu)| gpu.mig.ok_or(NOT_SUPPORTED));
+    match give(current, found.map(|(current, _)| current)) {
+        SUCCESS => give(pending, found.map(|(_, pending)| pending)),
+        code => code,
+    }
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetTotalEccErrors(
     device: nvmlDevice_t,
     error_type: c_uint,
@@ -294,18 +331,18 @@ extern "C" fn nvmlDeviceGetTotalEccErrors(
 ) -> nvmlReturn_t {
     let is_uncorrected = error_type == nvml::nvmlMemoryErrorType_enum_NVML_MEMORY_ERROR_TYPE_UNCORRECTED;
     let errors = |gpu: FakeGpu| gpu.ecc_uncorrectable.map(|errors| if is_uncorrected { errors } else { 0 });
-    give(count, gpu(device).and_then(|(_, gpu)| errors(gpu).ok_or(NOT_SUPPORTED)))
+    give(count, gpu("nvmlDeviceGetTotalEccErrors", device).and_then(|(_, gpu)| errors(gpu).ok_or(NOT_SUPPORTED)))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, link: c_uint, is_active: *mut c_uint) -> nvmlReturn_t {
     let state = |gpu: FakeGpu| gpu.nvlinks.get(link as usize).map(|is_active| (*is_active).into());
-    give(is_active, gpu(device).and_then(|(_, gpu)| state(gpu).ok_or(NOT_SUPPORTED)))
+    give(is_active, gpu("nvmlDeviceGetNvLinkState", device).and_then(|(_, gpu)| state(gpu).ok_or(NOT_SUPPORTED)))
 }
 
 /// Sets the fields of a structure of the caller, and leaves the bytes between them as they are: some clients read a longer field than there is.
-fn fill<T>(out: *mut T, device: nvmlDevice_t, set: impl FnOnce(&mut T, FakeFabric)) -> nvmlReturn_t {
-    match gpu(device).and_then(|(_, gpu)| gpu.fabric.ok_or(NOT_SUPPORTED)) {
+fn fill<T>(function: &str, out: *mut T, device: nvmlDevice_t, set: impl FnOnce(&mut T, FakeFabric)) -> nvmlReturn_t {
+    match gpu(function, device).and_then(|(_, gpu)| gpu.fabric.ok_or(NOT_SUPPORTED)) {
         Ok(_) if out.is_null() => INVALID,
         Ok(fabric) => {
             // SAFETY: by the library's interface the caller gives a structure, whose fields are numbers.
@@ -318,7 +355,7 @@ fn fill<T>(out: *mut T, device: nvmlDevice_t, set: impl FnOnce(&mut T, FakeFabri
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetGpuFabricInfo(device: nvmlDevice_t, out: *mut nvml::nvmlGpuFabricInfo_t) -> nvmlReturn_t {
-    fill(out, device, |info, fabric| {
+    fill("nvmlDeviceGetGpuFabricInfo", out, device, |info, fabric| {
         (info.clusterUuid, info.cliqueId) = ([0; 16], 0);
         (info.status, info.state) = (fabric.status, fabric.fabric_state);
     })
@@ -332,7 +369,7 @@ extern "C" fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, out: *mut nvml::
     }
     // SAFETY: by the library's interface the caller has set the version.
     let version = unsafe { (&raw const (*out).version).read() };
-    let latest = match machine() {
+    let latest = match machine("nvmlDeviceGetGpuFabricInfoV") {
         Ok(machine) => machine.fabric_version,
         Err(code) => return code,
     };
@@ -341,18 +378,21 @@ extern "C" fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, out: *mut nvml::
     match latest {
         FakeFabricVersion::First => FUNCTION_NOT_FOUND,
         FakeFabricVersion::Third if version == size | (3 << 24) => {
-            fill(out, device, |info: &mut nvml::nvmlGpuFabricInfo_v3_t, fabric| {
+            fill("nvmlDeviceGetGpuFabricInfoV", out, device, |info: &mut nvml::nvmlGpuFabricInfo_v3_t, fabric| {
                 (info.clusterUuid, info.cliqueId) = ([0; 16], 0);
                 (info.status, info.state) = (fabric.status, fabric.fabric_state);
                 (info.healthMask, info.healthSummary) = (fabric.health_mask, fabric.health_summary);
             })
         }
-        FakeFabricVersion::Second | FakeFabricVersion::Third if version == size_before | (2 << 24) => {
-            fill(out.cast(), device, |info: &mut nvml::nvmlGpuFabricInfo_v2_t, fabric| {
+        FakeFabricVersion::Second | FakeFabricVersion::Third if version == size_before | (2 << 24) => fill(
+            "nvmlDeviceGetGpuFabricInfoV",
+            out.cast(),
+            device,
+            |info: &mut nvml::nvmlGpuFabricInfo_v2_t, fabric| {
                 (info.clusterUuid, info.cliqueId) = ([0; 16], 0);
                 (info.status, info.state, info.healthMask) = (fabric.status, fabric.fabric_state, fabric.health_mask);
-            })
-        }
+            },
+        ),
         FakeFabricVersion::Second | FakeFabricVersion::Third => WRONG_VERSION,
     }
 }
@@ -363,7 +403,7 @@ extern "C" fn nvmlDeviceGetFieldValues(
     count: c_int,
     values: *mut nvml::nvmlFieldValue_t,
 ) -> nvmlReturn_t {
-    let gpu = match gpu(device) {
+    let gpu = match gpu("nvmlDeviceGetFieldValues", device) {
         Ok((_, gpu)) => gpu,
         Err(code) => return code,
     };
@@ -393,7 +433,7 @@ extern "C" fn nvmlDeviceGetFieldValues(
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlEventSetCreate(set: *mut nvmlEventSet_t) -> nvmlReturn_t {
-    let created = machine().map(|machine| {
+    let created = machine("nvmlEventSetCreate").map(|machine| {
         *DELIVERED.lock().unwrap_or_else(PoisonError::into_inner) = machine.xids.len();
         std::ptr::without_provenance_mut(1)
     });
@@ -406,7 +446,7 @@ extern "C" fn nvmlDeviceRegisterEvents(
     _types: c_ulonglong,
     _set: nvmlEventSet_t,
 ) -> nvmlReturn_t {
-    gpu(device).map_or_else(|code| code, |_| SUCCESS)
+    gpu("nvmlDeviceRegisterEvents", device).map_or_else(|code| code, |_| SUCCESS)
 }
 
 #[unsafe(no_mangle)]
@@ -417,7 +457,7 @@ extern "C" fn nvmlEventSetWait_v2(
 ) -> nvmlReturn_t {
     let deadline = Instant::now() + Duration::from_millis(timeout_ms.into());
     loop {
-        let xids = match machine() {
+        let xids = match machine("nvmlEventSetWait_v2") {
             Ok(machine) => machine.xids,
             Err(code) => return code,
         };

@@ -1,6 +1,6 @@
 //! Health findings, as one table to review: what follows from each, who causes it, and what repairs it (decision 0048).
 //!
-//! Agents report what they found, by probe and code; the judgement is here alone, so that a new row needs no new agent. The rows of Xids
+//! Agents report what they found, by probe and code, whose segments go from the general to the special; the judgement is here alone, so that a new row needs no new agent. The rows of Xids
 //! follow NVIDIA's catalog. A finding that no row has is shown, and has no other consequence. Administrators can override a row.
 
 mod overrides;
@@ -77,11 +77,16 @@ pub struct FindingRule {
     pub tenant_message: &'static str,
 }
 
+/// The code, and the codes above it: `145.fatal.netir`, `145.fatal`, `145`.
+fn lineage(code: &str) -> impl Iterator<Item = &str> {
+    std::iter::successors(Some(code), |code| code.rsplit_once('.').map(|(above, _)| above))
+}
+
 impl FindingRule {
-    /// The row of a finding.
+    /// The row of a finding: of its code, or of the next code above it that has one. A wording that no row knows is judged by its number.
     #[must_use]
     pub fn of(probe: &str, code: &str) -> &'static Self {
-        let row = TABLE.iter().find(|rule| rule.probe == probe && rule.code == code);
+        let row = lineage(code).find_map(|code| TABLE.iter().find(|rule| rule.probe == probe && rule.code == code));
         row.unwrap_or(if MACHINE_PROBES.contains(&probe) { &UNKNOWN_OF_MACHINE } else { &UNKNOWN_OF_GPU })
     }
 
@@ -93,7 +98,7 @@ impl FindingRule {
 
 /// The probes whose findings are about the machine.
 const MACHINE_PROBES: &[&str] =
-    &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "reading", "package", "privilege"];
+    &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "reading", "package", "privilege", "sxid"];
 /// The probe whose findings an administrator accepts by clearing them: the agent then compares with what they are about (decision 0057).
 pub const PRIVILEGE_PROBE: &str = "privilege";
 
@@ -137,6 +142,7 @@ const MACHINE_TO_LEAVE: &str =
     "The machine of your allocation needs maintenance. Save your work and release the allocation soon.";
 const YOUR_PROGRAM: &str = "A program of yours has caused an error on a GPU; the GPU works on.";
 const CONTAINED: &str = "A memory error has ended programs of yours on a GPU. The GPU works on: start them again.";
+const AFTER_A_FAULT: &str = "A program of yours was ended after an error on a GPU.";
 const SLOWED: &str = "A GPU of your allocation is slowed down at the moment.";
 
 /// The rows: `probe code: classes, cause, repair, meaning, tenant's message;`, with the scope of each block.
@@ -161,6 +167,7 @@ table! {
         "gpu" "lost": FAILED, HARDWARE, Reboot, "the GPU has fallen off the bus", GPU_FAILED;
         "gpu" "missing": FAILED, HARDWARE, Reboot, "the driver does not list a GPU that it listed in this boot", GPU_FAILED;
         "gpu" "unreadable": FAILED, HARDWARE, Reset, "the driver reports nothing of this GPU", GPU_FAILED;
+        "gpu" "incomplete": WITHHELD, HARDWARE, None, "the driver does not report the GPU's name or its memory", "";
 
         "xid" "8": SHOWN, TENANT, None, "a program was ended since it took too long", YOUR_PROGRAM;
         "xid" "13": SHOWN, TENANT, None, "an exception of the graphics engine: usually a program's invalid access", YOUR_PROGRAM;
@@ -170,6 +177,7 @@ table! {
         "xid" "43": SHOWN, TENANT, None, "a channel was reset: a program's error", YOUR_PROGRAM;
         "xid" "44": SHOWN, TENANT, None, "a fault of the graphics engine during a context switch", YOUR_PROGRAM;
         "xid" "45": SHOWN, TENANT, None, "clean-up after a program has ended or failed", YOUR_PROGRAM;
+        "xid" "45.caused_by": SHOWN, TENANT, None, "clean-up after a program that another Xid has ended", AFTER_A_FAULT;
         "xid" "46": LEAVE, HARDWARE, Reset, "the GPU has stopped processing", GPU_TO_LEAVE;
         "xid" "48": FAILED, HARDWARE, Reset, "an uncorrectable memory error (double bit)", GPU_FAILED;
         "xid" "54": LEAVE, HARDWARE, Operator, "auxiliary power is not connected", GPU_TO_LEAVE;
@@ -196,14 +204,29 @@ table! {
         "xid" "137": SHOWN, TENANT, None, "a program's illegal access to another GPU's memory", YOUR_PROGRAM;
         "xid" "140": FAILED, HARDWARE, Reset, "an unrecovered memory error", GPU_FAILED;
         "xid" "143": FAILED, HARDWARE, Reboot, "the GPU could not be initialised", GPU_FAILED;
-        // Many of these are not fatal: where one is, the driver asks for a reset (`recovery_action`), and the tenant is to leave.
+        // Their lines say whether they are fatal. Where one does not, the driver asks for a reset (`recovery_action`) if it needs one, and the tenant is
+        // to leave then.
         "xid" "144": WITHHELD, HARDWARE, Reset, "an error of an NVLink (SAW)", "";
+        "xid" "144.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (SAW)", GPU_FAILED;
+        "xid" "144.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (SAW) that it has recovered from", "";
         "xid" "145": WITHHELD, HARDWARE, Reset, "an error of an NVLink (RLW)", "";
+        "xid" "145.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (RLW)", GPU_FAILED;
+        "xid" "145.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (RLW) that it has recovered from", "";
         "xid" "146": WITHHELD, HARDWARE, Reset, "an error of an NVLink (TLW)", "";
+        "xid" "146.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (TLW)", GPU_FAILED;
+        "xid" "146.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (TLW) that it has recovered from", "";
         "xid" "147": WITHHELD, HARDWARE, Reset, "an error of an NVLink (TREX)", "";
+        "xid" "147.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (TREX)", GPU_FAILED;
+        "xid" "147.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (TREX) that it has recovered from", "";
         "xid" "148": WITHHELD, HARDWARE, Reset, "an error of an NVLink (NVLPW)", "";
+        "xid" "148.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (NVLPW)", GPU_FAILED;
+        "xid" "148.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (NVLPW) that it has recovered from", "";
         "xid" "149": WITHHELD, HARDWARE, Reset, "an error of an NVLink (NETIR)", "";
+        "xid" "149.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (NETIR)", GPU_FAILED;
+        "xid" "149.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (NETIR) that it has recovered from", "";
         "xid" "150": WITHHELD, HARDWARE, Reset, "an error of an NVLink (MSE)", "";
+        "xid" "150.fatal": FAILED, HARDWARE, Reset, "a fatal error of an NVLink (MSE)", GPU_FAILED;
+        "xid" "150.nonfatal": SHOWN, HARDWARE, None, "an error of an NVLink (MSE) that it has recovered from", "";
         "xid" "154": SHOWN, HARDWARE, None, "the action that recovers the GPU has changed: see recovery_action", "";
         "xid" "156": WITHHELD, HARDWARE, Reset, "a resource of the GPU is recorded to be retired", "";
         "xid" "157": WITHHELD, HARDWARE, Operator, "a resource of the GPU could not be recorded to be retired", "";
@@ -232,6 +255,11 @@ table! {
         "gpu_fabric" "unhealthy": WITHHELD, HARDWARE, Reset, "the driver reports the GPU's part in the fabric as unhealthy", "";
         // Its tenant has left, and a reset frees what is left on it.
         "clean_up" "unproved": WITHHELD, HARDWARE, Reset, "the driver does not show that the GPU is free of its last tenant", "";
+        // A mode is no fault of the GPU: its present tenant, if any, can use it.
+        "gpu_mode" "mig": WITHHELD, SOFTWARE, None, "the GPU is divided into instances (MIG): CUDA finds no device", "";
+        "gpu_mode" "mig_pending": WITHHELD, SOFTWARE, None, "the GPU is divided into instances (MIG) from its next reset on", "";
+        "gpu_mode" "compute_prohibited": WITHHELD, SOFTWARE, None, "the compute mode of the GPU lets no program compute", "";
+        "gpu_mode" "compute_exclusive": WITHHELD, SOFTWARE, None, "the compute mode of the GPU lets one program at a time compute", "";
         "pcie" "width": SHOWN, HARDWARE, None, "the PCIe link has fewer lanes than it could have", "";
     }
     Machine {
@@ -239,10 +267,16 @@ table! {
         "driver" "hung": FAILED, SOFTWARE, None, "the driver does not answer", MACHINE_FAILED;
         "driver" "not_loaded": FAILED, SOFTWARE, None, "the driver is installed and not loaded", MACHINE_FAILED;
         "driver" "failed": FAILED, SOFTWARE, None, "the driver answers with errors only", MACHINE_FAILED;
+        // What the agent's own process meets says nothing about the programs of tenants.
+        "driver" "not_callable": WITHHELD, SOFTWARE, None, "the agent cannot call the driver", "";
+        "driver" "restart_needed": WITHHELD, SOFTWARE, Reboot, "the driver was replaced: no new program can use the GPUs before a reboot", "";
         "driver" "device_files": WITHHELD, SOFTWARE, None, "the driver's libraries may open the GPUs of one tenant to another: ModifyDeviceFiles is not 0", "";
         // The GPUs of a machine are of one fabric. It is set up after each boot: a reboot would begin that again.
         "fabric" "not_started": WITHHELD, SOFTWARE, None, "no GPU has begun to join the NVSwitch fabric: is the fabric manager running?", "";
         "fabric" "in_progress": WITHHELD, SOFTWARE, None, "the GPUs are still joining the NVSwitch fabric: see the fabric manager's log", "";
+        // Its tenants may need no NVLink: none is asked to leave.
+        "sxid" "fatal": WITHHELD, HARDWARE, Reboot, "a fatal error of an NVSwitch", "";
+        "sxid" "nonfatal": SHOWN, HARDWARE, None, "an error of an NVSwitch that it has recovered from", "";
         "disk" "read_only": LEAVE, HARDWARE, None, "the root file system has become read-only", MACHINE_TO_LEAVE;
         "disk" "full": WITHHELD, SOFTWARE, None, "the agent's state folder has no space left", "";
         "memory" "uncorrectable": LEAVE, HARDWARE, Reboot, "uncorrectable errors of the machine's memory", MACHINE_TO_LEAVE;
@@ -328,6 +362,35 @@ mod tests {
             assert_eq!((rule.classes, rule.cause), (SHOWN, FindingCause::Unknown), "{probe}/{code}");
         }
         assert_eq!(FindingRule::of("driver", "sings").scope, FindingScope::Machine);
+    }
+
+    #[test]
+    fn code_is_judged_by_its_own_row_or_the_next_one_above() {
+        for (probe, code, row) in [
+            ("xid", "145.nonfatal.rlw_rxpipe", "145.nonfatal"),
+            ("xid", "149.fatal.netir_link_evt", "149.fatal"),
+            ("xid", "149.odd.netir", "149"),
+            ("xid", "149", "149"),
+            ("xid", "154.node_reboot", "154"),
+            ("xid", "1490.fatal", ""),
+            ("xid", "14", ""),
+            ("xid", ".149", ""),
+            ("sxid", "fatal.20034", "fatal"),
+            ("sxid", "nonfatal.28006", "nonfatal"),
+            ("sxid", "20034", ""),
+        ] {
+            assert_eq!(FindingRule::of(probe, code).code, row, "{probe}/{code}");
+        }
+    }
+
+    #[test]
+    fn errors_of_nvlinks_follow_what_their_line_says() {
+        for number in 144..=150 {
+            let rule = |code: &str| FindingRule::of("xid", &format!("{number}{code}"));
+            assert_eq!((rule("").classes, rule("").repair), (WITHHELD, Repair::Reset), "{number}");
+            assert_eq!((rule(".fatal.x").classes, rule(".fatal.x").repair), (FAILED, Repair::Reset), "{number}");
+            assert_eq!((rule(".nonfatal.x").classes, rule(".nonfatal.x").repair), (SHOWN, Repair::None), "{number}");
+        }
     }
 
     #[test]

@@ -174,6 +174,7 @@ policy_keys! {
     NodeCertificateTtl = "node.certificate_ttl_seconds" for Service: int(86_400, 30, 2_592_000), "Life of a node certificate.";
     NodeEvacuate = "node.evacuate_seconds" for Service: int(86_400, 5, 2_592_000), "How long a tenant may stay on a GPU or a machine that a health finding takes out of service.";
     NodeRepairAttempts = "node.repair_attempts" for Service: int(2, 0, 10), "Reboots within a day by which a node without tenants is repaired before an operator takes over; 0: operators repair.";
+    NodeRepairDelay = "node.repair_delay_seconds" for Service: int(60, 0, 3600), "How long heartbeats have had a finding before the reset or the reboot that repairs it begins; the last one still has it.";
     NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report the result of a task of the node itself.";
     NodeDeepValidation = "node.deep_validation_seconds" for Service: int(300, 30, 3600), "How long all tests of a deep validation may take together.";
     NodeUpdateCommit = "node.update_commit_seconds" for Service: int(120, 10, 3600), "How long an updated agent may take until the control plane answers it; then the previous version is restored.";

@@ -142,7 +142,7 @@ function write(rule?: Rule): ActionSpec<Override> {
     primary: !rule,
     label: rule ? "Override…" : "Override a rule…",
     title: rule ? `Override the rule of ${pattern}` : "Override rules",
-    consequences: <p>Findings that match are judged by it from now on, those that are open included. An exact pattern wins over one that ends in *, a longer one over a shorter one.</p>,
+    consequences: <p>Findings that match are judged by it from now on, those that are open included. The pattern xid/145 is for 145.fatal and the other codes below it too. The longest pattern wins; where two differ in the * alone, the one without it.</p>,
     fields: [
       { name: "pattern", label: "Findings", required: true, initial: pattern, maxLength: 64, pattern: "[a-z][a-z0-9_]*/([A-Za-z0-9._\\-]+\\*?|\\*)", help: "A probe, a slash, and a code that may end in *." },
       ...CLASSES.map((name) => ({ name, label: `Follows: ${readable(name)}`, kind: "checkbox" as const, initial: rule?.classes.includes(name) ? "yes" : "" })),

@@ -244,11 +244,11 @@ impl Node {
         is_full.then(|| "the GPUs had too many resets within a day; reboot the machine".to_owned())
     }
 
-    /// The GPUs that an open finding takes out of rent, by UUID.
+    /// The GPUs that an open finding takes out of rent, by UUID. What ends by itself, or by another mode of the GPU, is not for a reset to end.
     fn faulty_gpus(&self) -> impl Iterator<Item = &str> {
         self.findings
             .iter()
-            .filter(|known| known.prevents_allocation())
+            .filter(|known| known.prevents_allocation() && known.repair() != Repair::None)
             .filter_map(|known| known.reported.gpu_uuid.as_deref())
     }
 
@@ -259,6 +259,7 @@ impl Node {
             return None;
         }
         let left = self.findings.iter().filter(|known| known.prevents_allocation() && self.is_left_to_a_reset(known));
+        let left = left.filter(|known| known.is_confirmed(ctx));
         let mut uuids = left.filter_map(|known| known.reported.gpu_uuid.as_deref());
         let may_begin =
             |uuid: &&str| self.tenant_in_the_way_of_reset(uuid).is_none() && !self.gpu_resets.contains_key(*uuid);

@@ -49,6 +49,9 @@ pub struct NodeFinding {
     pub opened_at: Timestamp,
     /// True where the last heartbeat has it.
     pub is_reported: bool,
+    /// Since when heartbeats have had it as it is: without an interruption, in one boot, and open. `None` where an earlier release has stored it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reported_since: Option<Timestamp>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<ClearedFinding>,
     /// What an administrator's override says of it in place of its row, as of the last heartbeat.
@@ -146,14 +149,25 @@ impl NodeFinding {
 
     /// Takes over what the agent reports. A cleared finding is open again where it occurred again.
     fn update(&mut self, reported: ReportedFinding, clock: &ReportClock) {
+        if !self.is_reported || reported.boot_id != self.reported.boot_id {
+            self.reported_since = Some(clock.now);
+        }
         let occurred_again =
             !self.is_reported || reported.boot_id != self.reported.boot_id || reported.count > self.reported.count;
         if occurred_again && !self.is_open() {
             self.cleared = None;
             self.opened_at = clock.ours(reported.last_at);
+            self.reported_since = Some(clock.now);
         }
         self.is_reported = true;
         self.reported = reported;
+    }
+
+    /// True where it was there at a second look, so that a repair may begin: heartbeats have had it for as long as policy
+    /// `node.repair_delay_seconds` wants, up to the last one.
+    pub(super) fn is_confirmed(&self, ctx: &TransitionContext<'_>) -> bool {
+        let delay = ctx.policy.seconds(PolicyKey::NodeRepairDelay, &Scopes::global(), ctx.now);
+        self.is_reported && ctx.now >= self.reported_since.unwrap_or(self.opened_at) + delay
     }
 
     /// The last heartbeat does not have it any more.
@@ -219,8 +233,15 @@ impl Node {
             }
             let opened_at = clock.ours(reported.first_at);
             let id = FindingId(ctx.new_id(n));
-            let found = NodeFinding { id, reported, opened_at, is_reported: true, cleared: None, overridden: None };
-            self.findings.push(found);
+            self.findings.push(NodeFinding {
+                id,
+                reported,
+                opened_at,
+                is_reported: true,
+                reported_since: Some(ctx.now),
+                cleared: None,
+                overridden: None,
+            });
         }
         self.findings.iter_mut().for_each(|known| known.judge(ctx.policy.health_rules()));
         self.forget_findings();

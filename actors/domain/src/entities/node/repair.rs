@@ -1,10 +1,11 @@
 //! Repair by itself: a machine without tenants that has a finding which a reboot repairs is rebooted and validated (decision 0052). What a
 //! reset of its GPU repairs is left to that first (decision 0060).
 //!
-//! Heartbeats drive it: a machine that is not in contact is not repaired. After the attempts of policy `node.repair_attempts` an operator takes
+//! Heartbeats drive it: a machine that is not in contact is not repaired, and none by one look alone: it begins when heartbeats have had the finding for
+//! policy `node.repair_delay_seconds`. After the attempts of policy `node.repair_attempts` an operator takes
 //! over.
 
-use super::{HoldAuthor, Node, NodeTaskPhase, Phase, TaskOutcome};
+use super::{HoldAuthor, Node, NodeFinding, NodeTaskPhase, Phase, TaskOutcome};
 use crate::audit::{AuditAction, AuditRecord};
 use crate::finding::Repair;
 use crate::id::TaskId;
@@ -84,18 +85,21 @@ impl Node {
 
     /// The next step of its repair, with its audit record.
     pub(super) fn advance_repair(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let repairable = self.repairable();
+        let (repairable, may_begin) = (self.repairable(), self.is_repair_confirmed(ctx));
         let phase = self.repair.as_ref().map(|repair| repair.phase.clone());
         match (phase, repairable) {
             (Some(RepairPhase::Rebooting { task_id }), _) => match self.end_of(task_id) {
                 TaskEnd::None => None,
                 TaskEnd::Succeeded => self.validate_repair(ctx),
+                // The finding is over all the same: the machine is not rebooted for nothing.
+                TaskEnd::Failed if self.repairable().is_none() => self.validate_repair(ctx),
                 TaskEnd::Failed => self.begin_or_give_up(ctx),
             },
             (Some(RepairPhase::Validating { task_id }), repairable) => match (self.end_of(task_id), repairable) {
                 (TaskEnd::None, _) => None,
                 (TaskEnd::Succeeded, None) => self.enter_repair_phase(RepairPhase::Succeeded),
-                (TaskEnd::Succeeded, Some(_)) => self.begin_or_give_up(ctx),
+                (TaskEnd::Succeeded, Some(_)) if may_begin => self.begin_or_give_up(ctx),
+                (TaskEnd::Succeeded, Some(_)) => None,
                 (TaskEnd::Failed, _) => self.give_up(ctx),
             },
             (Some(RepairPhase::AwaitsOperator { .. }), Some(_)) => None,
@@ -105,7 +109,9 @@ impl Node {
                 Some(self.audit(AuditAction::NodesRepair, json!({ "step": "finding_over" })))
             }
             (Some(RepairPhase::AwaitsOperator { .. } | RepairPhase::Succeeded) | None, None) => None,
-            (Some(RepairPhase::Succeeded) | None, Some(_)) if self.may_be_repaired() => self.begin_or_give_up(ctx),
+            (Some(RepairPhase::Succeeded) | None, Some(_)) if may_begin && self.may_be_repaired() => {
+                self.begin_or_give_up(ctx)
+            }
             (Some(RepairPhase::Succeeded) | None, Some(_)) => None,
         }
     }
@@ -115,12 +121,20 @@ impl Node {
         if let Some(uuid) = self.unfit_gpu() {
             return Some(format!("the failed validation of {uuid} after its reset"));
         }
-        let known = self
-            .findings
+        let known = self.findings_for_a_reboot().next()?;
+        Some(format!("{}/{}", known.reported.probe, known.reported.code))
+    }
+
+    fn findings_for_a_reboot(&self) -> impl Iterator<Item = &NodeFinding> {
+        self.findings
             .iter()
             .filter(|known| matches!(known.repair(), Repair::Reset | Repair::Reboot) && known.prevents_allocation())
-            .find(|known| !self.is_left_to_a_reset(known))?;
-        Some(format!("{}/{}", known.reported.probe, known.reported.code))
+            .filter(|known| !self.is_left_to_a_reset(known))
+    }
+
+    /// True where a second look agrees with the first. A failed validation is one after the finding for which its GPU was reset.
+    fn is_repair_confirmed(&self, ctx: &TransitionContext<'_>) -> bool {
+        self.unfit_gpu().is_some() || self.findings_for_a_reboot().any(|known| known.is_confirmed(ctx))
     }
 
     /// True where no tenant and no other task is in the way. Holds of any author are not: they are not lifted either.

@@ -235,7 +235,7 @@ fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {
 /// A registered node.
 fn node() -> Story {
     let step = register(registration()).unwrap();
-    Story {
+    let story = Story {
         node: step.next.unwrap(),
         now: start(),
         policy: PolicyBook::default(),
@@ -243,7 +243,9 @@ fn node() -> Story {
         effects: step.effects,
         reply: step.reply,
         wrote: true,
-    }
+    };
+    // The pause before a repair has tests of its own.
+    story.policy(PolicyKey::NodeRepairDelay, 0)
 }
 
 impl Story {

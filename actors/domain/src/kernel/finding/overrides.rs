@@ -1,6 +1,6 @@
 //! Overrides of the table by administrators (decision 0051): a new Xid is classified without a release.
 
-use super::{FindingCause, FindingClass, FindingRule, Repair, TABLE};
+use super::{FindingCause, FindingClass, FindingRule, Repair, TABLE, lineage};
 use crate::time::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +9,8 @@ use std::fmt;
 /// Bytes of a pattern.
 const MAX_PATTERN: usize = 64;
 
-/// The findings that an override is for: `probe/code`, where the code may end in `*`.
+/// The findings that an override is for: `probe/code`, where the code may end in `*`. Without it, the codes below the code are meant too:
+/// `xid/145` is for `145.fatal.rlw`, as an override that was written before agents told them apart has to be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct CodePattern(String);
@@ -34,13 +35,25 @@ impl CodePattern {
     #[must_use]
     pub fn matches(&self, probe: &str, code: &str) -> bool {
         let Some((of_probe, of_code)) = self.0.split_once('/') else { return false };
-        let has_code = of_code.strip_suffix('*').map_or(code == of_code, |begin| code.starts_with(begin));
+        let is_above = || lineage(code).any(|above| above == of_code);
+        let has_code = of_code.strip_suffix('*').map_or_else(is_above, |begin| code.starts_with(begin));
         of_probe == probe && has_code
     }
 
-    /// The order of patterns that match the same finding: an exact one wins, then the longest.
-    fn specificity(&self) -> (bool, usize) {
-        (!self.0.ends_with('*'), self.0.len())
+    /// The order of patterns that match the same finding: the longest wins, and of two that differ in the `*` alone the one without it.
+    fn specificity(&self) -> (usize, bool) {
+        let without_star = self.without_star();
+        (without_star.len(), without_star.len() == self.0.len())
+    }
+
+    fn without_star(&self) -> &str {
+        self.0.strip_suffix('*').unwrap_or(&self.0)
+    }
+
+    /// The row by which the findings of this pattern are judged, if they are of one code.
+    fn row(&self) -> Option<&'static FindingRule> {
+        let (probe, code) = self.without_star().split_once('/')?;
+        Some(FindingRule::of(probe, code))
     }
 }
 
@@ -94,8 +107,9 @@ impl Judgement {
         if self.classes.is_empty() {
             return Err(OverrideFault::WithoutClass);
         }
+        let above = self.pattern.row();
         let tenants: Vec<String> = of_tenants()
-            .filter(|rule| self.pattern.matches(rule.probe, rule.code))
+            .filter(|rule| self.pattern.matches(rule.probe, rule.code) || above == Some(*rule))
             .map(|rule| format!("{}/{}", rule.probe, rule.code))
             .collect();
         if self.has_consequences() && (self.cause == FindingCause::Tenant || !tenants.is_empty()) {
@@ -199,6 +213,38 @@ mod tests {
         assert!(
             !matches("xid/14*", "xid", "1") && !matches("xid/14", "xid", "149") && !matches("xid/14", "sxid", "14")
         );
+    }
+
+    #[test]
+    fn pattern_of_a_code_is_for_the_codes_below_it_and_a_longer_one_wins() {
+        let all = overrides(&[
+            judgement("xid/145", &[FindingClass::Warn]),
+            judgement("xid/145*", &[FindingClass::Warn]),
+            judgement("xid/145.nonfatal.*", &[FindingClass::Warn]),
+            judgement("xid/145.nonfatal", &[FindingClass::Warn]),
+            judgement("xid/145.fatal.rlw_ctrl", &[FindingClass::Warn]),
+        ]);
+        for (code, wanted) in [
+            ("145", Some("xid/145")),
+            ("145.fatal.rlw_remap", Some("xid/145")),
+            ("145.fatal.rlw_ctrl", Some("xid/145.fatal.rlw_ctrl")),
+            ("145.nonfatal", Some("xid/145.nonfatal")),
+            ("145.nonfatal.rlw_rxpipe", Some("xid/145.nonfatal.*")),
+            ("1450", Some("xid/145*")),
+            ("144.fatal", None),
+        ] {
+            let found = all.judgement_of("xid", code).map(|it| it.pattern.as_str());
+            assert_eq!(found, wanted, "{code}");
+        }
+    }
+
+    #[test]
+    fn code_below_one_that_tenants_cause_gets_no_consequences() {
+        for pattern in ["xid/45.caused_by", "xid/45.caused_by.145", "xid/13.new", "xid/13.new*"] {
+            let wrong = judgement(pattern, &[FindingClass::PreventAllocation]);
+            assert!(matches!(wrong.check(), Err(OverrideFault::CausedByTenants { .. })), "{pattern}");
+        }
+        assert_eq!(judgement("xid/145.nonfatal.rlw_rxpipe", &[FindingClass::PreventAllocation]).check(), Ok(()));
     }
 
     #[test]

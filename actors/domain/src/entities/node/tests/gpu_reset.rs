@@ -94,6 +94,48 @@ fn every_row_that_a_reset_repairs_begins_one_and_no_other_row_does() {
 }
 
 #[test]
+fn reset_begins_when_the_finding_is_still_there_after_the_pause() {
+    let first = node().policy(PolicyKey::NodeRepairDelay, 60).active().senses(&[pending_remap(3)]);
+    assert_eq!((first.gpu_tasks(), first.node.gpus_free()), (vec![], GPUS - 1));
+    let waited = first.after(TimeDelta::seconds(60));
+    assert_eq!(waited.clone().senses(&[]).gpu_tasks(), vec![]);
+    // The finding of another GPU has its own pause.
+    let both = waited.senses(&[pending_remap(2), pending_remap(3)]);
+    assert_eq!(both.gpu_tasks(), [("node.gpu_reset", uuid(3))]);
+}
+
+#[test]
+fn mode_that_a_reset_has_brought_withholds_the_gpu_and_begins_no_repair() {
+    let mode = found("gpu_mode", "mig", Some(3));
+    let reset = node().active().senses(&[pending_remap(3)]).resets(&[], std::slice::from_ref(&mode));
+    let later = reset.after(TimeDelta::minutes(5)).senses(std::slice::from_ref(&mode));
+    assert_eq!((later.node.gpus_free(), later.reset_phase(3), later.pending_tasks()), (GPUS - 1, "succeeded", vec![]));
+    assert_eq!(later.senses(&[]).node.gpus_free(), GPUS, "the operator has run the command");
+}
+
+#[test]
+fn line_that_says_it_is_not_fatal_repairs_nothing_and_a_fatal_one_costs_its_tenant_nothing() {
+    let line = |code: &str| found("xid", code, Some(0));
+    let nonfatal = node().active().ready().senses(&[line("145.nonfatal.rlw_rxpipe")]);
+    assert_eq!((nonfatal.node.gpus_free(), nonfatal.published.len()), (GPUS - 1, 0));
+    let gone = nonfatal.cleaning(1).reports(PROVED).senses(&[line("145.nonfatal.rlw_rxpipe")]);
+    assert_eq!((gone.gpu_tasks(), gone.node.gpus_free()), (vec![], GPUS), "in rent again, without a repair");
+    let fatal = node().active().ready().senses(&[line("149.fatal.netir_link_evt")]);
+    let devices = &fatal.node.holds[&TENANT].placed.devices;
+    assert_eq!(fatal.node.evacuation_reason(devices), Some("gpu_maintenance"));
+    assert_eq!(fatal.node.fault_of(TENANT), Some("gpu_fault"));
+    assert_eq!(fatal.gpu_tasks(), vec![], "its tenant is still there");
+    let gone = fatal.cleaning(1).reports(PROVED).senses(&[line("149.fatal.netir_link_evt")]);
+    assert_eq!(gone.gpu_tasks(), [("node.gpu_reset", uuid(0))]);
+    // A summary of other findings, whatever action it names.
+    let summary = ReportedFinding {
+        detail: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)".into(),
+        ..line("154")
+    };
+    assert_eq!(node().active().senses(&[summary]).pending_tasks(), Vec::<&str>::new());
+}
+
+#[test]
 fn gpu_of_a_tenant_is_reset_only_after_the_clean_up_proof() {
     let held = node().active().ready().senses(&[pending_remap(0)]);
     assert_eq!((held.gpu_tasks(), held.reset_phase(0)), (vec![], "none"));

@@ -7,6 +7,8 @@ use crate::finding::{FindingClass, FindingScope, Repair, TABLE};
 /// A fault that a reboot repairs.
 const LOST: u32 = 79;
 
+const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };
+
 impl Story {
     /// A heartbeat of this boot.
     #[track_caller]
@@ -150,4 +152,75 @@ fn retired_node_and_one_that_is_not_active_are_not_repaired() {
     assert_eq!(retired.repair_phase(), "none");
     let enrolling = node().enrolled().beats("boot-1", &[xid(LOST, 3)]);
     assert_eq!(enrolling.repair_phase(), "none");
+}
+
+#[test]
+fn repair_begins_when_the_finding_is_still_there_after_the_pause() {
+    let paused = || node().policy(PolicyKey::NodeRepairDelay, 60).active();
+    let second = |story: Story, seconds: i64| story.after(TimeDelta::seconds(seconds));
+    let first = paused().beats("boot-1", &[xid(LOST, 3)]);
+    assert_eq!((first.pending_tasks(), first.node.gpus_free()), (vec![], GPUS - 1), "out of rent at once");
+    let early = second(first, 59).beats("boot-1", &[xid(LOST, 3)]);
+    assert_eq!(early.pending_tasks(), Vec::<&str>::new());
+    // Time alone is no second look.
+    let waited = second(early.clone(), 1).ticked();
+    assert_eq!(waited.pending_tasks(), Vec::<&str>::new());
+    assert_eq!(waited.beats("boot-1", &[xid(LOST, 3)]).pending_tasks(), ["node.reboot"]);
+    let over = second(early.clone(), 1).beats("boot-1", &[]);
+    assert_eq!((over.pending_tasks(), over.node.gpus_free()), (vec![], GPUS));
+    // What ends and returns is looked at from then on, as is what occurs again in another boot.
+    let returned = second(over, 1).beats("boot-1", &[xid(LOST, 3)]);
+    assert_eq!(second(returned, 59).beats("boot-1", &[xid(LOST, 3)]).pending_tasks(), Vec::<&str>::new());
+    let rebooted = second(early.clone(), 1).beats("boot-2", &[xid(LOST, 3)]);
+    assert_eq!(second(rebooted, 59).beats("boot-2", &[xid(LOST, 3)]).pending_tasks(), Vec::<&str>::new());
+    // One that occurs again and again does not postpone its repair.
+    let again = ReportedFinding { count: 2, ..xid(LOST, 3) };
+    assert_eq!(second(early, 1).beats("boot-1", &[again]).pending_tasks(), ["node.reboot"]);
+}
+
+#[test]
+fn fault_of_long_ago_is_looked_at_twice_all_the_same() {
+    // The agent was silent for hours, and dates the fault to its beginning.
+    let silent = node().policy(PolicyKey::NodeRepairDelay, 60).active().after(TimeDelta::hours(4));
+    let first = silent.beats("boot-1", &[xid(LOST, 3)]);
+    assert_eq!(first.pending_tasks(), Vec::<&str>::new());
+    let second = first.after(TimeDelta::seconds(60)).beats("boot-1", &[xid(LOST, 3)]);
+    assert_eq!(second.pending_tasks(), ["node.reboot"]);
+}
+
+#[test]
+fn second_reboot_waits_for_a_second_look_as_well() {
+    let beats =
+        |story: Story, boot: &str, seconds: i64| story.after(TimeDelta::seconds(seconds)).beats(boot, &[xid(LOST, 3)]);
+    let story = beats(node().policy(PolicyKey::NodeRepairDelay, 60).active(), "boot-1", 0);
+    let rebooted = beats(story, "boot-1", 60).ends(TaskType::NodeReboot, DONE);
+    let validated = beats(rebooted, "boot-2", 0).ends(TaskType::NodeValidate, DONE);
+    let waits = beats(validated, "boot-2", 59);
+    assert_eq!((waits.pending_tasks(), waits.repair_phase()), (vec![], "validating"));
+    let over = waits.clone().after(TimeDelta::seconds(1)).beats("boot-2", &[]);
+    assert_eq!(over.repair_phase(), "succeeded");
+    assert_eq!(beats(waits, "boot-2", 1).pending_tasks(), ["node.reboot"]);
+}
+
+#[test]
+fn reboot_that_failed_is_not_repeated_once_its_finding_is_over() {
+    let refused = node().active().beats("boot-1", &[xid(LOST, 3)]).ends(TaskType::NodeReboot, failed());
+    let over = refused.beats("boot-1", &[]);
+    assert_eq!((over.pending_tasks(), over.repair_phase()), (vec!["node.validate"], "validating"));
+    let valid = over.ends(TaskType::NodeValidate, DONE).beats("boot-1", &[]);
+    assert_eq!((valid.repair_phase(), valid.node.gpus_free()), ("succeeded", GPUS));
+}
+
+#[test]
+fn replaced_driver_is_rebooted_once_its_last_tenant_is_gone_who_pays_until_then() {
+    let replaced = found("driver", "restart_needed", None);
+    let rented = node().active().ready().finds(std::slice::from_ref(&replaced)).expect("active");
+    assert_eq!((rented.node.gpus_free(), rented.pending_tasks()), (0, vec![]), "no new tenant, and no reboot");
+    assert!(rented.published.iter().all(|it| !matches!(it, Event::TenantFaulted { .. })), "{:?}", rented.published);
+    assert_eq!(rented.node.evacuation_reason(&rented.node.holds[&TENANT].placed.devices), None);
+    let gone = rented.cleaning(1).reports(PROVED).beats("boot-1", &[replaced]);
+    assert_eq!(gone.pending_tasks(), ["node.reboot"]);
+    let rebooted = gone.ends(TaskType::NodeReboot, DONE).beats("boot-2", &[]);
+    let valid = rebooted.ends(TaskType::NodeValidate, DONE).beats("boot-2", &[]);
+    assert_eq!((valid.repair_phase(), valid.node.gpus_free()), ("succeeded", GPUS));
 }
