@@ -37,6 +37,46 @@ fn host_fields(environment: impl Fn(&str) -> Option<String>, node_id: Option<Uui
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::{Arc, Mutex};
+
+    /// What a process writes that logs one event.
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Written {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_of_the_finalizer_have_the_fields_of_the_agents() {
+        let lab = |name: &str| match name {
+            "SVC_LAB_STACK" => Some("three-host".to_owned()),
+            "SVC_NODE_ID" => Some(Uuid::from_u128(7).to_string()),
+            _ => None,
+        };
+        let written = Written::default();
+        let sink = written.clone();
+        let host = host_fields(lab, None).unwrap();
+        let subscriber = Registry::default().with(LogLines::new(move || sink.clone(), "node-agent", &host));
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::warn!(target: "gpuaas_finalizer", error_code = "c", error = "e", "m");
+        });
+        let finalizer = agent_package::log_lines::LogLines::new("gpuaas_finalizer", lab, None);
+        let finalizer =
+            finalizer.line(agent_package::log_lines::Level::Warn, "m", &[("error_code", "c"), ("error", "e")]);
+        let parsed = |text: &[u8]| {
+            let mut line: serde_json::Value = serde_json::from_slice(text).unwrap();
+            let timestamp = line["timestamp"].take();
+            (line, timestamp.as_str().unwrap().len())
+        };
+        assert_eq!(parsed(finalizer.as_bytes()), parsed(&written.0.lock().unwrap()));
+    }
 
     #[test]
     fn log_lines_name_the_node_and_its_host_role() {

@@ -27,6 +27,7 @@ const BATCH_BYTES: u64 = MIB / 2;
 
 const JOURNALCTL: &str = r#"#!/bin/sh
 folder=$(dirname "$0")
+printf '%s\n' "$@" >"$folder/arguments"
 from=1
 boot=$(cat "$folder/boot")
 for argument; do
@@ -46,6 +47,8 @@ struct LoggingNode {
     bundle: BootstrapBundle,
     journal: PathBuf,
     lines: usize,
+    /// The name of the agent's unit.
+    unit: &'static str,
     _agent: SpawnedAgent,
 }
 
@@ -64,7 +67,7 @@ impl LoggingNode {
         fs::write(programs.join("boot"), "1").unwrap();
         let journal = programs.join("journal");
         File::create(&journal).unwrap();
-        Self { fake, folder, bundle, journal, lines: 0, _agent: agent }
+        Self { fake, folder, bundle, journal, lines: 0, unit: "gpuaas-agent.service", _agent: agent }
     }
 
     /// Appends lines of this length to the journal: `line 1`, `line 2` and so on.
@@ -74,10 +77,20 @@ impl LoggingNode {
             self.lines += 1;
             let entry = json!({
                 "__CURSOR": format!("s={}", self.lines), "__REALTIME_TIMESTAMP": (1_700_000_000_000_000 + self.lines).to_string(),
-                "_SYSTEMD_UNIT": "gpuaas-agent.service", "MESSAGE": format!("{:x<bytes$}", line(self.lines)),
+                "_SYSTEMD_UNIT": self.unit, "MESSAGE": format!("{:x<bytes$}", line(self.lines)),
             });
             text += &format!("{entry}\n");
         }
+        self.append(&text);
+    }
+
+    /// Appends a line that journalctl prints, whatever it is.
+    fn print(&mut self, text: &str) {
+        self.lines += 1;
+        self.append(&format!("{text}\n"));
+    }
+
+    fn append(&self, text: &str) {
         OpenOptions::new().append(true).open(&self.journal).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
@@ -130,6 +143,7 @@ impl LoggingNode {
         command.env_clear().env("PATH", path).env("SVC_NODE_LOG_COLLECTOR_ENABLED", "1");
         command.env("SVC_NODE_LOG_COLLECTOR_CA_FILE", ca_file).env("SVC_NODE_LOG_COLLECTOR_STATE_DIR", self.state());
         command.env("SVC_NODE_LOG_COLLECTOR_SPOOL_MIB", SPOOL_MIB.to_string());
+        command.env("SVC_NODE_AGENT_SYSTEMD_UNIT", self.unit);
         command.env("SVC_NODE_AGENT_STATE_DIR", self.folder.path().join("state"));
         command.arg("--env-file").arg(self.folder.path().join("agent.env"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log).unwrap());
@@ -318,4 +332,28 @@ async fn collector_on_a_machine_with_a_wrong_clock_pushes_by_the_control_planes_
         let _collector = node.collect();
         node.expect_accepted(2).await;
     }
+}
+
+#[tokio::test]
+async fn agents_unit_is_read_under_its_name_of_the_settings_and_each_dropped_line_is_counted_with_its_reason() {
+    let mut node = LoggingNode::start().await;
+    node.unit = "rented.service";
+    node.write(3, 20);
+    let other = json!({
+        "__CURSOR": "s=4", "__REALTIME_TIMESTAMP": "1700000000000004", "_SYSTEMD_UNIT": "init.scope",
+        "COREDUMP_UNIT": node.unit, "MESSAGE": "a tenant's program dumped core",
+    });
+    node.print(&other.to_string());
+    node.print("no entry");
+    node.write(1, 20);
+    let collector = node.collect();
+    node.expect_accepted(6).await;
+    assert_eq!(node.accepted(), [1, 2, 3, 6]);
+    let arguments = fs::read_to_string(node.journal.with_file_name("arguments")).unwrap();
+    let units: Vec<_> = arguments.lines().filter_map(|argument| argument.strip_prefix("--unit=")).collect();
+    assert!(units.contains(&"rented.service") && !units.contains(&"gpuaas-agent.service"), "{units:?}");
+    assert_eq!(collector.lost(), (2, 2));
+    let why: Vec<_> = collector.logged("log_lines_lost").iter().map(|line| line["why"].to_string()).collect();
+    let has = |part: &str| why.iter().any(|why| why.contains(part));
+    assert!(has("of no unit that is collected") && has("no entry of the journal"), "{why:?}");
 }

@@ -166,6 +166,8 @@ async fn package_is_installed_by_its_digest_and_again_without_the_registry() {
     let unit = std::fs::read_to_string(it.machine.path().join("units/rented.service")).unwrap();
     let start = format!("ExecStart={} --env-file {}", program.display(), it.machine.path().join("agent.env").display());
     assert!(unit.contains(&start), "{unit}");
+    let collector = std::fs::read_to_string(it.machine.path().join("units/gpuaas-log-collector.service")).unwrap();
+    assert!(collector.contains("After=network-online.target rented.service\n"), "{collector}");
 
     it.installed(second.digest).await;
     assert_eq!(std::fs::read_to_string(&program).unwrap(), "#!/bin/sh\necho 2.0.0\n");

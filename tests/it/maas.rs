@@ -5,6 +5,7 @@ mod pages;
 mod python_libmaas;
 mod real_machine;
 mod reimage_crashes;
+mod two_images;
 mod worker_passes;
 mod wrong_answers;
 
@@ -80,9 +81,18 @@ fn bundle_with_delivered_token(maas: &FakeMaas, node_id: Uuid, any: BootstrapBun
 
 /// Enrolls as a system with this machine id and the image.
 async fn enroll(bundle: &BootstrapBundle, machine_id: &str) -> (ApiResponse, impl FnOnce(Value) -> FakeAgent) {
+    enroll_with(bundle, machine_id, IMAGE).await
+}
+
+/// Enrolls as a system with this machine id and the image of this digest.
+async fn enroll_with(
+    bundle: &BootstrapBundle,
+    machine_id: &str,
+    image_digest: &str,
+) -> (ApiResponse, impl FnOnce(Value) -> FakeAgent) {
     let (attempt, key) = EnrollmentAttempt::valid(bundle, GPUS);
     let mut body = attempt.body();
-    body["inventory"]["system"] = json!({ "machine_id": machine_id, "image_digest": IMAGE });
+    body["inventory"]["system"] = json!({ "machine_id": machine_id, "image_digest": image_digest });
     let url = format!("{}/internal/v1/nodes/{}/enroll", bundle.api_url, bundle.node_id);
     let answer = send_request(anonymous(bundle).post(url).json(&body)).await.unwrap();
     (answer, move |answer| FakeAgent::with_identity(&attempt, &key, &answer))

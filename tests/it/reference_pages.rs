@@ -286,7 +286,6 @@ const TASK_TYPES: [(&str, &str, &str, &str); 10] = [
         "`node.task_timeout_seconds`",
     ),
     ("terminal.open", "OpenTerminal", "nothing", "`terminal.token_ttl_seconds`"),
-    ("node.reimage", "", "not executed by a released agent", "`node.task_timeout_seconds`"),
     (
         "agent.update",
         "UpdateAgent",

@@ -475,9 +475,10 @@ pub fn sku_body(name: &str, gpus: u32) -> Value {
     json!({
         "name": name,
         "gpu": { "vendor": "NVIDIA", "model": GPU_MODEL, "memory_mib": GPU_MEMORY_MIB, "count": gpus },
-        "cpu": { "model": "any", "cores": 2 },
-        "memory_mib": 4096,
-        "storage_gib": 10,
+        // What any machine has that agents run on in tests.
+        "cpu": { "model": "any", "cores": 1 },
+        "memory_mib": 512,
+        "storage_gib": 1,
         "interconnect": "nvlink",
         "allowed_regions": [REGION],
         "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 250 },

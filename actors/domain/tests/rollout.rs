@@ -399,6 +399,7 @@ fn active_node(id: NodeId) -> Node {
             gpu_memory_mib: 80_000,
             gpu_count: 0,
             allowed_regions: vec!["eu".into()],
+            machine: None,
         },
         region_code: "eu".into(),
         gpus_total: 0,
@@ -439,7 +440,7 @@ fn active_node(id: NodeId) -> Node {
         last_seen_at: start(),
         silent_at: year,
         task_types: Some(["agent.update".to_owned()].into()),
-        package_digest: None,
+        package_digest: format!("sha256:{}", "0".repeat(64)).parse().ok(),
         last_heartbeat: None,
     };
     let heartbeat = node::Request::Heartbeat {

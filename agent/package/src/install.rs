@@ -323,7 +323,7 @@ fn place(unfinished: &Path, folder: &Path) -> Result<(), InstallError> {
     sync_parent(folder)
 }
 
-/// Writes the package's units into systemd's folder, with the paths of this installation.
+/// Writes the package's units into systemd's folder, with the paths of this installation and the name of its agent's unit.
 fn install_units(folder: &Path, list: &FileList, target: &InstallTarget) -> Result<(), InstallError> {
     make_folder(&target.unit_folder)?;
     let prefix = format!("{UNIT_FOLDER}/");
@@ -341,7 +341,8 @@ fn install_units(folder: &Path, list: &FileList, target: &InstallTarget) -> Resu
         let text = text
             .replace(wire::package::DEFAULT_INSTALL_ROOT, &target.install_root.display().to_string())
             .replace(UNIT_PROGRAMS, &format!("{}/", programs.display()))
-            .replace(wire::package::DEFAULT_ENV_FILE, &target.env_file.display().to_string());
+            .replace(wire::package::DEFAULT_ENV_FILE, &target.env_file.display().to_string())
+            .replace(wire::package::DEFAULT_UNIT, &target.unit);
         let name = if known.is_some_and(|unit| unit.is_agent) { target.unit.as_str() } else { name };
         write_unit(&target.unit_folder.join(name), text.as_bytes())?;
         if known.is_some_and(|unit| unit.is_enabled) {

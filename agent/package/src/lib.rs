@@ -10,12 +10,14 @@
 //! | [`archive`] | the archive of files: written in a fixed order, unpacked against the list |
 //! | [`install`] | puts a verified package in place on a node |
 //! | [`update`] | the update of an installed agent: its record, and the finalizer |
+//! | [`log_lines`] | the finalizer's log |
 //! | [`source`] | where a node pulls from, according to its bootstrap bundle |
 
 pub mod archive;
 pub mod build;
 pub mod contents;
 pub mod install;
+pub mod log_lines;
 pub mod manifest;
 pub mod registry;
 pub mod signature;

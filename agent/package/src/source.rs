@@ -8,7 +8,8 @@ use secrecy::SecretString;
 use wire::PublicKey;
 use wire::bundle::{BootstrapBundle, names};
 use wire::package::{
-    DEFAULT_ENV_FILE, DEFAULT_INSTALL_ROOT, DEFAULT_UNIT, Digest, PullDeliveryMode, RELAY_PATH, Reference, pull_account,
+    DEFAULT_ENV_FILE, DEFAULT_INSTALL_ROOT, DEFAULT_UNIT, Digest, PullDeliveryMode, RELAY_PATH, Reference,
+    is_service_unit, pull_account,
 };
 
 use crate::registry::{ClientIdentity, Credential, Location, Registry, RegistryError};
@@ -158,8 +159,10 @@ fn path(name: &'static str, text: &str) -> Result<PathBuf, SourceError> {
 }
 
 fn unit(text: &str) -> Result<String, SourceError> {
-    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@".contains(&byte);
-    let is_unit = text.ends_with(".service") && text.bytes().all(allowed) && !text.starts_with(['-', '.']);
     let expected = "the name of a systemd unit, such as gpuaas-agent.service";
-    if is_unit { Ok(text.to_owned()) } else { Err(SourceError::Value { name: names::SYSTEMD_UNIT, expected }) }
+    if is_service_unit(text) {
+        Ok(text.to_owned())
+    } else {
+        Err(SourceError::Value { name: names::SYSTEMD_UNIT, expected })
+    }
 }

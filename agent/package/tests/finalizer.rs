@@ -19,6 +19,7 @@ use agent_package::contents::{AGENT, PROGRAMS};
 use agent_package::install::version_folder;
 use agent_package::manifest::{FileList, ImageManifest};
 use agent_package::update::{Proof, RollbackReason, Stage, UpdateFolder, UpdateRecord};
+use serde_json::Value;
 use uuid::Uuid;
 use wire::package::Digest;
 
@@ -120,6 +121,18 @@ impl Machine {
             assert!(Instant::now() < until, "{}", String::from_utf8_lossy(&output.stderr));
         }
         unreachable!("it returns or panics")
+    }
+
+    /// The lines of a run's log, each of which has the fields of every line.
+    fn logged(output: &Output) -> Vec<Value> {
+        let text = String::from_utf8(output.stderr.clone()).unwrap();
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+        for line in &lines {
+            for field in ["timestamp", "level", "service", "host_role", "host_name", "target", "message"] {
+                assert!(line[field].is_string(), "{field}: {line}");
+            }
+        }
+        lines
     }
 
     fn calls(&self) -> u32 {
@@ -305,4 +318,22 @@ fn roll_back_on_a_full_disk_has_its_reserve_and_otherwise_waits_for_room() {
     let Some((ended, printed)) = on_a_full_disk(&machine, false) else { return };
     assert!(!ended && printed.contains("the update is not at its end"), "{printed}");
     machine.expect_in_use(machine.old, "after room was made");
+}
+
+#[test]
+fn log_is_json_with_the_task_and_the_reason_of_a_roll_back() {
+    let machine = Machine::new(ANSWERED_WITHIN);
+    machine.new_agent_is_answered();
+    let committed = Machine::logged(&machine.finalizer());
+    assert_eq!((committed.len(), &committed[0]["level"]), (1, &"INFO".into()), "{committed:?}");
+    assert_eq!(committed[0]["task_id"], Uuid::from_u128(2).to_string());
+    assert_eq!(committed[0]["digest"], machine.new.to_string());
+    let idle = Machine::logged(&machine.finalizer());
+    assert_eq!(idle[0]["message"], "no update is in progress");
+
+    let machine = Machine::new(1);
+    let rolled_back = Machine::logged(&machine.finalizer());
+    let last = rolled_back.last().unwrap();
+    assert_eq!((&last["level"], &last["error_code"]), (&"WARN".into(), &"no_heartbeat".into()), "{last}");
+    assert!(last["message"].as_str().unwrap().contains("is rolled back to"), "{last}");
 }

@@ -10,23 +10,46 @@ const LINE_BYTES: usize = 64 * 1024;
 /// The longest cursor that is used; journald's have some 200 characters.
 const CURSOR_MAX: usize = 512;
 
-/// A unit whose lines are collected, with its labels.
-#[derive(Debug)]
-pub(super) struct Unit {
-    pub(super) name: &'static str,
+/// The labels by which the lines of a unit are distinguished.
+#[derive(Debug, PartialEq, Eq)]
+struct UnitLabels {
     service: &'static str,
     component: &'static str,
     source: &'static str,
 }
 
-/// The units of this service on a node. Lines of tenants and of the system are not collected.
+/// Of the agent, whose unit is called as the bundle says.
+const AGENT: UnitLabels = UnitLabels { service: "node-agent", component: "agent", source: "journald" };
+
+/// The other units of this service on a node, whose names are always these.
 #[rustfmt::skip]
-pub(super) const UNITS: [Unit; 4] = [
-    Unit { name: "gpuaas-agent.service", service: "node-agent", component: "agent", source: "journald" },
-    Unit { name: "gpuaas-finalizer.service", service: "node-agent", component: "finalizer", source: "self-update-finalizer" },
-    Unit { name: "gpuaas-log-collector.service", service: "node-agent", component: "log-collector", source: "journald" },
-    Unit { name: "gpuaas-telemetry-edge.service", service: "metrics-helper", component: "telemetry-edge", source: "journald" },
+const OTHERS: [(&str, UnitLabels); 3] = [
+    ("gpuaas-finalizer.service", UnitLabels { service: "node-agent", component: "finalizer", source: "self-update-finalizer" }),
+    ("gpuaas-log-collector.service", UnitLabels { service: "node-agent", component: "log-collector", source: "journald" }),
+    ("gpuaas-telemetry-edge.service", UnitLabels { service: "metrics-helper", component: "telemetry-edge", source: "journald" }),
 ];
+
+/// The units of this service on this node. Lines of tenants and of the system are not collected.
+#[derive(Clone, Debug)]
+pub(super) struct CollectedUnits {
+    agent: String,
+}
+
+impl CollectedUnits {
+    /// `agent`: the name of the agent's unit.
+    pub(super) fn new(agent: &str) -> Self {
+        Self { agent: agent.to_owned() }
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(self.agent.as_str()).chain(OTHERS.iter().map(|(name, _)| *name))
+    }
+}
+
+/// A line whose unit is none of the others is the agent's, perhaps under the name of before a change of the settings: it was spooled then.
+fn labels_of(unit: &str) -> &'static UnitLabels {
+    OTHERS.iter().find(|(name, _)| *name == unit).map_or(&AGENT, |(_, labels)| labels)
+}
 
 /// A line, as it is spooled.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,15 +91,15 @@ struct Fields {
 
 impl Entry {
     /// Reads a line that `journalctl --output=json` printed; `None` where it is none.
-    pub(super) fn parse(json: &[u8]) -> Option<Self> {
+    pub(super) fn parse(json: &[u8], collected: &CollectedUnits) -> Option<Self> {
         let fields: Fields = serde_json::from_slice(json).ok()?;
         if !is_cursor(&fields.cursor) {
             return None;
         }
         let units = [&fields.unit, &fields.about, &fields.object].map(text);
-        let unit = UNITS.iter().find(|unit| units.iter().any(|name| name == unit.name));
+        let unit = collected.names().find(|unit| units.iter().any(|name| name == unit));
         let at = fields.at.parse::<u64>().ok()?.checked_mul(1000)?;
-        let line = unit.map(|unit| Line { unit: unit.name.to_owned(), at, text: cut(text(&fields.message)) });
+        let line = unit.map(|unit| Line { unit: unit.to_owned(), at, text: cut(text(&fields.message)) });
         Some(Self { cursor: fields.cursor, line })
     }
 }
@@ -126,20 +149,20 @@ pub(super) fn push_body(lines: &[Line], labels: &NodeLabels) -> Vec<u8> {
     for line in lines {
         by_unit.entry(&line.unit).or_default().push([line.at.to_string().into(), line.text.as_str().into()]);
     }
-    let streams = by_unit.into_iter().filter_map(|(name, values)| {
-        let unit = UNITS.iter().find(|unit| unit.name == name)?;
-        Some(json!({
+    let streams = by_unit.into_iter().map(|(name, values)| {
+        let unit = labels_of(name);
+        json!({
             "stream": {
                 "service": unit.service,
                 "component": unit.component,
                 "source": unit.source,
-                "systemd_unit": unit.name,
+                "systemd_unit": name,
                 "host_role": "worker_compute",
                 "host_name": labels.host_name,
                 "node_id": labels.node_id,
             },
             "values": values,
-        }))
+        })
     });
     json!({ "streams": streams.collect::<Vec<_>>() }).to_string().into_bytes()
 }
@@ -151,9 +174,14 @@ mod tests {
     const CURSOR: &str = "s=8d1;i=2a;b=7f;m=1;t=2;x=3";
 
     fn entry(more: Value) -> Option<Entry> {
+        entry_of("gpuaas-agent.service", more)
+    }
+
+    /// As the collector reads it where the agent's unit is called so.
+    fn entry_of(agent: &str, more: Value) -> Option<Entry> {
         let mut fields = json!({"__CURSOR": CURSOR, "__REALTIME_TIMESTAMP": "1700000000000001"});
         fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        Entry::parse(fields.to_string().as_bytes())
+        Entry::parse(fields.to_string().as_bytes(), &CollectedUnits::new(agent))
     }
 
     fn line(more: Value) -> Option<Line> {
@@ -172,6 +200,31 @@ mod tests {
     }
 
     #[test]
+    fn unit_of_the_agent_is_read_under_the_name_of_the_settings_and_no_other() {
+        let named =
+            |unit: &str| entry_of("rented.service", json!({"_SYSTEMD_UNIT": unit, "MESSAGE": "m"})).unwrap().line;
+        assert_eq!(named("rented.service").unwrap().unit, "rented.service");
+        assert!(named("gpuaas-finalizer.service").is_some() && named("gpuaas-agent.service").is_none());
+        let collected = CollectedUnits::new("rented.service");
+        let all = [
+            "rented.service",
+            "gpuaas-finalizer.service",
+            "gpuaas-log-collector.service",
+            "gpuaas-telemetry-edge.service",
+        ];
+        assert!(collected.names().eq(all));
+    }
+
+    #[test]
+    fn line_that_was_spooled_under_an_earlier_name_of_the_agents_unit_is_pushed() {
+        let line = Line { unit: "of-before.service".into(), at: 1, text: "line".into() };
+        let body = push_body(&[line], &NodeLabels { node_id: Uuid::nil(), host_name: "rack7-3".into() });
+        let body: Value = serde_json::from_slice(&body).unwrap();
+        let stream = &body["streams"][0]["stream"];
+        assert_eq!((&stream["systemd_unit"], &stream["component"]), (&json!("of-before.service"), &json!("agent")));
+    }
+
+    #[test]
     fn message_that_is_bytes_or_several_or_too_long_is_text_within_the_bound() {
         let unit = "gpuaas-agent.service";
         let text = |message: Value| line(json!({"_SYSTEMD_UNIT": unit, "MESSAGE": message})).unwrap().text;
@@ -185,7 +238,7 @@ mod tests {
     #[test]
     fn text_that_journalctl_never_prints_is_not_an_entry() {
         for bad in ["", "[]", "{}", "not json", "{\"__CURSOR\":\"s=1\"}"] {
-            assert_eq!(Entry::parse(bad.as_bytes()), None, "{bad}");
+            assert_eq!(Entry::parse(bad.as_bytes(), &CollectedUnits::new("gpuaas-agent.service")), None, "{bad}");
         }
         assert_eq!(entry(json!({"__CURSOR": "--vacuum-size=1"})), None);
         assert_eq!(entry(json!({"__REALTIME_TIMESTAMP": "-1"})), None);
@@ -195,9 +248,10 @@ mod tests {
 
     #[test]
     fn batch_has_one_stream_for_each_unit_with_the_required_labels() {
-        let line = |unit: &Unit, at| Line { unit: unit.name.to_owned(), at, text: format!("line {at}") };
+        let line = |unit: &str, at| Line { unit: unit.to_owned(), at, text: format!("line {at}") };
+        let (agent, finalizer) = ("gpuaas-agent.service", "gpuaas-finalizer.service");
         let labels = NodeLabels { node_id: Uuid::nil(), host_name: "rack7-3".into() };
-        let body = push_body(&[line(&UNITS[0], 1), line(&UNITS[1], 2), line(&UNITS[0], 3)], &labels);
+        let body = push_body(&[line(agent, 1), line(finalizer, 2), line(agent, 3)], &labels);
         let body: Value = serde_json::from_slice(&body).unwrap();
         let agent = &body["streams"][0];
         let wanted = json!({

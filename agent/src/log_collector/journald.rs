@@ -3,7 +3,7 @@
 //! The journal is read from the entry at the cursor, which is passed over, and not from the one after it: where the entry is gone, journalctl
 //! goes on at the nearest one, and with `--after-cursor` it would pass over that instead.
 
-use super::entry::{Entry, FIELDS, UNITS};
+use super::entry::{CollectedUnits, Entry, FIELDS};
 use super::spool::Batch;
 use super::{CollectorConfig, Shared};
 use crate::chain;
@@ -49,8 +49,10 @@ pub(super) async fn read(config: &CollectorConfig, shared: &Shared) -> Infallibl
         sleep(RETRY.1).await;
     };
     info!(from = cursor.as_deref().unwrap_or(FIRST_READ), "the journal is read");
+    let units = CollectedUnits::new(&config.agent_unit);
     loop {
-        let mut reader = JournalReader { config, shared, cursor: cursor.clone(), lines_read: 0 };
+        let mut reader =
+            JournalReader { config, units: &units, shared, cursor: cursor.clone(), lines_read: 0, of_no_unit: 0 };
         match reader.read().await {
             Ok(ReadEnd::Ended) => {}
             Ok(ReadEnd::CursorRefused) => {
@@ -71,10 +73,13 @@ pub(super) async fn read(config: &CollectorConfig, shared: &Shared) -> Infallibl
 
 struct JournalReader<'a> {
     config: &'a CollectorConfig,
+    units: &'a CollectedUnits,
     shared: &'a Shared,
     /// Of the last entry that is in the spool, or was there.
     cursor: Option<String>,
     lines_read: u64,
+    /// Entries since the last batch that no collected unit has written, and that are not of systemd about one.
+    of_no_unit: u64,
 }
 
 impl JournalReader<'_> {
@@ -107,7 +112,7 @@ impl JournalReader<'_> {
         let mut command = Command::new(&self.config.journalctl);
         command.args(["--output=json", "--all", "--quiet", "--no-pager", "--follow", "--no-tail", "--merge"]);
         command.arg(format!("--output-fields={FIELDS}"));
-        command.args(UNITS.iter().map(|unit| format!("--unit={}", unit.name)));
+        command.args(self.units.names().map(|name| format!("--unit={name}")));
         match &self.cursor {
             Some(cursor) => command.arg(format!("--cursor={cursor}")),
             None => command.arg(format!("--since={FIRST_READ}")),
@@ -141,7 +146,11 @@ impl JournalReader<'_> {
                 self.spool(&mut pending).await;
                 return Ok(());
             }
-            let Some(entry) = line.take(self.shared).and_then(|text| Entry::parse(&text)) else { continue };
+            let Some(text) = line.take(self.shared) else { continue };
+            let Some(entry) = Entry::parse(&text, self.units) else {
+                self.shared.count_lost(1, "journalctl printed a line that is no entry of the journal");
+                continue;
+            };
             let is_first = self.lines_read == 0;
             self.lines_read += 1;
             if is_first && self.cursor.is_some() {
@@ -157,9 +166,13 @@ impl JournalReader<'_> {
                 deadline = Instant::now() + BATCH_AGE;
             }
             pending.cursor = entry.cursor;
-            if let Some(line) = entry.line {
-                bytes += line.text.len();
-                pending.lines.push(line);
+            match entry.line {
+                Some(line) => {
+                    bytes += line.text.len();
+                    pending.lines.push(line);
+                }
+                // journalctl shows more for a unit than its lines: programs in it that dumped core, which may be tenants'.
+                None => self.of_no_unit += 1,
             }
         }
     }
@@ -169,6 +182,7 @@ impl JournalReader<'_> {
         if pending.cursor.is_empty() {
             return;
         }
+        self.shared.count_lost(std::mem::take(&mut self.of_no_unit), "they are of no unit that is collected");
         let mut backoff = Backoff::new(RETRY.0, RETRY.1);
         if !pending.lines.is_empty() {
             loop {

@@ -13,6 +13,13 @@ pub const DEFAULT_ENV_FILE: &str = "/etc/gpuaas/agent.env";
 /// The agent's unit, where its bundle does not say.
 pub const DEFAULT_UNIT: &str = "gpuaas-agent.service";
 
+/// Whether a text can name a service of systemd: it is an argument of systemctl and journalctl, a file's name, and stands in units.
+#[must_use]
+pub fn is_service_unit(text: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@\\".contains(&byte);
+    text.ends_with(".service") && text.len() <= UNIT_CHARS && text.bytes().all(allowed) && !text.starts_with(['-', '.'])
+}
+
 /// The path below a node's own routes under which the control plane serves the registry, for [`PullDeliveryMode::NodeApi`].
 pub const RELAY_PATH: &str = "package";
 
@@ -20,6 +27,8 @@ pub const RELAY_PATH: &str = "package";
 pub const MANIFEST_BYTES: u64 = 256 * 1024;
 
 const REFERENCE_CHARS: usize = 512;
+/// systemd's `UNIT_NAME_MAX`.
+const UNIT_CHARS: usize = 255;
 
 /// A SHA-256 digest as OCI registries write it: `sha256:` and 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -237,6 +246,28 @@ impl RealmAnswer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn name_of_a_service_unit_is_one_for_the_settings_the_installer_and_the_collector() {
+        for unit in [DEFAULT_UNIT, "rented.service", "gpu@rack-7.service", r"a\x2db.service"] {
+            assert!(is_service_unit(unit), "{unit}");
+        }
+        let long = format!("{}.service", "a".repeat(UNIT_CHARS));
+        let wrong = [
+            "",
+            "gpuaas-agent",
+            "-a.service",
+            ".service",
+            "../a.service",
+            "a b.service",
+            "*.service",
+            "a.timer",
+            &long,
+        ];
+        for unit in wrong {
+            assert!(!is_service_unit(unit), "{unit}");
+        }
+    }
 
     #[test]
     fn digest_is_exactly_the_text_of_a_registry() {

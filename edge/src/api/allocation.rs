@@ -395,7 +395,7 @@ fn placement_error(allocation: &Allocation) -> Option<ApiError> {
         FailureCode::ConcurrencyLimitExceeded => error(Code::ConcurrencyLimitExceeded)
             .map(|error| error.detail("policy_key", PolicyKey::AllocationMaxConcurrent.name())),
         FailureCode::InsufficientBalance => error(Code::InsufficientBalance),
-        FailureCode::IsolationModelUnavailable | FailureCode::ProvisioningTimeout | FailureCode::Reported(_) => {
+        FailureCode::ProvisioningTimeout | FailureCode::Reported(_) => {
             error(Code::StateConflict).map(|error| error.detail("failure", code.as_str()))
         }
     }

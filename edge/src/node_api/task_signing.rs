@@ -115,8 +115,7 @@ fn task(order: &AgentTask) -> Option<Task> {
                 TaskType::AllocationProvision
                 | TaskType::AllocationRelease
                 | TaskType::SshKeysReconcile
-                | TaskType::TerminalOpen
-                | TaskType::NodeReimage,
+                | TaskType::TerminalOpen,
             ..
         } => return None,
     })

@@ -7,7 +7,7 @@ use edge::outbound::package_registry::{PackageRegistry, PullAccount};
 use secrecy::SecretString;
 use std::path::PathBuf;
 use wire::bundle::{Package, names};
-use wire::package::{Digest, PullDeliveryMode, Reference, pull_account};
+use wire::package::{Digest, PullDeliveryMode, Reference, is_service_unit, pull_account};
 use wire::{PublicKey, SecretToken};
 
 const REGISTRY_CA: &str = "SVC_NODE_AGENT_PACKAGE_REGISTRY_CA_PATH";
@@ -92,7 +92,7 @@ pub(super) fn agent_package(variables: &mut Variables<'_>) -> AgentPackageSettin
         systemd_unit_name: checked(
             names::SYSTEMD_UNIT,
             "the name of a systemd unit, such as gpuaas-agent.service",
-            is_unit,
+            is_service_unit,
         ),
         release_keys: checked(names::PACKAGE_RELEASE_KEYS, "Ed25519 public keys, base64, with commas", |text| {
             text.split(',').all(|key| key.trim().parse::<PublicKey>().is_ok())
@@ -128,11 +128,6 @@ pub(super) fn agent_package(variables: &mut Variables<'_>) -> AgentPackageSettin
 fn is_plain_path(text: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-".contains(&byte);
     text.starts_with('/') && text.bytes().all(allowed) && !text.split('/').any(|part| part == "..")
-}
-
-fn is_unit(text: &str) -> bool {
-    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@\\".contains(&byte);
-    text.ends_with(".service") && !text.starts_with('-') && text.bytes().all(allowed)
 }
 
 fn read_installer(path: &PathBuf) -> anyhow::Result<FirstProgram> {

@@ -59,9 +59,10 @@ impl FirstRental<'_> {
         let sku = json!({
             "name": name,
             "gpu": { "vendor": "NVIDIA", "model": gpus.model, "memory_mib": gpus.memory_mib, "count": gpus.count },
-            "cpu": { "model": "any", "cores": 2 },
-            "memory_mib": 4096,
-            "storage_gib": 10,
+            // What any machine has that the agents are simulated on.
+            "cpu": { "model": "any", "cores": 1 },
+            "memory_mib": 512,
+            "storage_gib": 1,
             "interconnect": "nvlink",
             "allowed_regions": [REGION],
             "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 250 },

@@ -12,7 +12,7 @@ mod tests;
 use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
-use domain::node::{Fact, Node, ProvidedMachine, ProviderReport, ProviderStep};
+use domain::node::{Fact, Node, OrderedImage, ProvidedMachine, ProviderReport, ProviderStep};
 use domain::state_machine::{CommandSort as _, Timestamp};
 use domain::{EntityKind, EntityRef, NodeId, TokenId};
 use edge::api::machine_provider::{UserDataError, user_data};
@@ -194,8 +194,11 @@ impl Pass<'_> {
             MachineStatus::Allocated => {
                 let prepared = user_data(self.services, self.node_id)?;
                 let token_id = TokenId(Uuid::now_v7());
+                // Of the settings by which the call below names the image.
+                let image = Some(OrderedImage { digest: self.maas.image_digest().map(str::to_owned) });
                 // The node knows the token before any machine has it.
-                if !self.report(Fact::MachineToken { token_id, token_sha256: prepared.token_sha256 }).await? {
+                let ordered = Fact::MachineToken { token_id, token_sha256: prepared.token_sha256, image };
+                if !self.report(ordered).await? {
                     return Ok(waiting(&found));
                 }
                 let deploying = self.maas.deploy(self.system_id, prepared.script.expose_secret().as_bytes()).await?;

@@ -45,6 +45,8 @@ pub struct ProviderMachine {
     pub owner: String,
     /// The user data of each deployment.
     pub deployments: Vec<String>,
+    /// The image of each deployment; empty where none was named.
+    pub images: Vec<String>,
     /// Releases with their disks erased.
     pub erasures: usize,
     pub marked_broken: usize,
@@ -113,6 +115,7 @@ impl FakeMaas {
             power: "off",
             owner: String::new(),
             deployments: Vec::new(),
+            images: Vec::new(),
             erasures: 0,
             marked_broken: 0,
         };
@@ -406,6 +409,7 @@ fn on_machine(
         ("POST", Some("deploy"), "Allocated") => {
             let user_data = form.get("user_data").and_then(|data| STANDARD.decode(data).ok()).unwrap_or_default();
             machine.deployments.push(String::from_utf8_lossy(&user_data).into_owned());
+            machine.images.push(form.get("distro_series").cloned().unwrap_or_default());
             (machine.status, machine.power) = ("Deploying", "on");
         }
         (

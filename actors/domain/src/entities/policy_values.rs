@@ -119,9 +119,6 @@ pub enum Rejection {
     OutOfBounds { key: PolicyKey, value: PolicyValue },
     #[error("{} has no value for {scope}", key.name())]
     Scope { key: PolicyKey, scope: PolicyScope },
-    /// Of members of the release before, which reimage no node.
-    #[error("{} cannot be {value} yet", key.name())]
-    NotBuilt { key: PolicyKey, value: PolicyValue },
     #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]
     Crosses { key: PolicyKey, low: PolicyKey, high: PolicyKey, crossing: CrossingBounds },
     #[error("the value is another")]
@@ -154,14 +151,6 @@ impl state_machine::Rejection for Rejection {
                 .detail("key", key.name())
                 .detail("scopes", json!(kinds))
             }
-            Self::NotBuilt { key, value } => policy_out_of_bounds(
-                key,
-                format!(
-                    "{value} is not available yet as a value of {}: nothing implements it. Leave the \
-                     key as it is.",
-                    key.name()
-                ),
-            ),
             Self::Crosses { key, low, high, crossing } => {
                 let CrossingBounds { at, low: smallest, high: largest, with } = crossing;
                 let (low, high) = (low.name(), high.name());

@@ -20,7 +20,7 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
 use crate::explanation::Explanation;
-use crate::hardware::{ExpectedHardware, PromisedHardware};
+use crate::hardware::{ExpectedHardware, PromisedHardware, SoldMachine};
 use crate::id::{EntityKind, EntityRef, SkuId, UserId};
 use crate::money::Price;
 use crate::state_machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
@@ -323,6 +323,11 @@ impl Sku {
             gpu_memory_mib: self.spec.gpu_memory_mib,
             gpu_count: self.spec.gpu_count,
             allowed_regions: self.spec.allowed_regions.clone(),
+            machine: Some(SoldMachine {
+                cpu_cores: self.spec.cpu_cores,
+                memory_mib: self.spec.memory_mib,
+                storage_gib: self.spec.storage_gib,
+            }),
         }
     }
 

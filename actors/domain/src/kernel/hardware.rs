@@ -32,6 +32,18 @@ pub struct PromisedHardware {
     pub gpu_memory_mib: u64,
     pub gpu_count: u32,
     pub allowed_regions: Vec<String>,
+    /// `None` where an earlier release registered the node: nothing but its GPUs was promised then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<SoldMachine>,
+}
+
+/// What a SKU sells of a whole machine beside its GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SoldMachine {
+    /// Without threads.
+    pub cpu_cores: u32,
+    pub memory_mib: u64,
+    pub storage_gib: u64,
 }
 
 /// What the machines of a SKU must have beside their GPUs, as an administrator expects it; a field that is absent expects nothing.

@@ -52,7 +52,7 @@ pub enum SkipReason {
     UpdateInProgress,
     /// As many tasks as a node may have are without a result.
     TooManyTasks,
-    /// Its agent has no task for updates.
+    /// No package installed its agent, or the agent has no task for updates.
     Unsupported,
 }
 

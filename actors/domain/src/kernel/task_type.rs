@@ -60,7 +60,6 @@ task_types! {
     NodeValidate "node.validate" Requeue: "looks whether the machine is fit for tenants";
     DiagnosticsCollect "diagnostics.collect" Requeue: "says how the machine and its tenants stand";
     TerminalOpen "terminal.open" Expire: "opens a tenant's terminal";
-    NodeReimage "node.reimage" AwaitOperator: "reinstalls the machine's system";
     AgentUpdate "agent.update" AwaitOperator: "replaces the agent";
     NodeReboot "node.reboot" AwaitOperator: "restarts the machine";
     NodeGpuReset "node.gpu_reset" Requeue: "resets a GPU that no tenant holds";
@@ -73,11 +72,11 @@ impl TaskType {
         match self {
             Self::AllocationProvision | Self::AllocationRelease | Self::NodeValidate => Some(1),
             Self::DiagnosticsCollect | Self::TerminalOpen | Self::NodeReboot | Self::SshKeysReconcile => Some(3),
-            Self::NodeReimage | Self::AgentUpdate | Self::NodeGpuReset => None,
+            Self::AgentUpdate | Self::NodeGpuReset => None,
         }
     }
 
-    /// The types that an administrator orders for a node. The others follow from actions on allocations, or are not released yet.
+    /// The types that an administrator orders for a node. The others follow from actions on allocations, and from orders of their own.
     pub const ORDERED: [Self; 3] = [Self::NodeValidate, Self::DiagnosticsCollect, Self::NodeReboot];
 
     #[must_use]
@@ -115,7 +114,6 @@ mod tests {
         node.validate: requeue; looks whether the machine is fit for tenants (ordered by administrators); 1
         diagnostics.collect: requeue; says how the machine and its tenants stand (ordered by administrators); 3
         terminal.open: expire; opens a tenant's terminal; 3
-        node.reimage: await_operator; reinstalls the machine's system; never
         agent.update: await_operator; replaces the agent; never
         node.reboot: await_operator; restarts the machine (ordered by administrators); 3
         node.gpu_reset: requeue; resets a GPU that no tenant holds; never

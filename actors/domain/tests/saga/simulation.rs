@@ -523,6 +523,7 @@ impl Simulation {
                 gpu_memory_mib: 80_000,
                 gpu_count: GPUS,
                 allowed_regions: vec!["eu".into()],
+                machine: None,
             },
             region_code: "eu".into(),
             gpus_total: GPUS,

@@ -231,7 +231,6 @@ fn of_policy_values_of_a_scope() {
         Rejection::NotFound,
         Rejection::OutOfBounds { key: low, value: values[2].clone() },
         Rejection::Scope { key: low, scope: PolicyScope::Global },
-        Rejection::NotBuilt { key: low, value: values[1].clone() },
         Rejection::Crosses { key: low, low, high, crossing },
         Rejection::Differs { key: low, current: None },
         Rejection::Differs { key: low, current: Some(values[1].clone()) },

@@ -1,11 +1,11 @@
 //! `gpuaas-finalizer`: carries the update of the agent to its end, from the previous version.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use agent_package::chain;
-use agent_package::update::{AgentUpdateOutcome, InstalledMachine, SystemFolders, finalize};
+use agent_package::log_lines::{Level, LogLines};
+use agent_package::update::{AgentUpdateOutcome, InstalledMachine, SystemFolders, UpdateFolder, finalize};
 use clap::Parser;
 
 /// Carries the update of the agent that is in progress to its end, and ends at once where there is none.
@@ -29,31 +29,41 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
+    // The record is gone at the update's end.
+    let record = UpdateFolder::of(&flags.install_root).record().ok().flatten();
+    let env_file = record.as_ref().map(|record| record.env_file.as_path());
+    let log = LogLines::new("gpuaas_finalizer", |name| std::env::var(name).ok(), env_file);
     let folders = SystemFolders { units: flags.unit_folder, runtime_units: flags.runtime_unit_folder };
     let ended = InstalledMachine::open(&flags.install_root, folders).and_then(|mut machine| finalize(&mut machine));
     match ended {
-        Ok(outcome) => {
-            say(&outcome.map_or_else(|| "no update is in progress".to_owned(), |outcome| describe(&outcome)));
+        Ok(Some(outcome)) => {
+            log_outcome(&log, &outcome);
+            ExitCode::SUCCESS
+        }
+        Ok(None) => {
+            log.write(Level::Info, "no update is in progress", &[]);
             ExitCode::SUCCESS
         }
         Err(error) => {
-            say(&format!("the update is not at its end, and is continued: {}", chain(&error)));
+            let error = chain(&error);
+            let fields: [(&'static str, &str); 2] = [("error_code", "update_unfinished"), ("error", &error)];
+            log.write(Level::Warn, "the update is not at its end, and is continued", &fields);
             ExitCode::FAILURE
         }
     }
 }
 
-fn describe(outcome: &AgentUpdateOutcome) -> String {
-    let AgentUpdateOutcome { to, version, from, rolled_back, .. } = outcome;
+fn log_outcome(log: &LogLines, outcome: &AgentUpdateOutcome) {
+    let AgentUpdateOutcome { task_id, to, version, from, rolled_back } = outcome;
+    let [task_id, to, from] = [task_id.to_string(), to.to_string(), from.to_string()];
+    let known: [(&'static str, &str); 4] =
+        [("task_id", &task_id), ("version", version), ("digest", &to), ("digest_before", &from)];
     match rolled_back {
-        None => format!("version {version} ({to}) is in use"),
+        None => log.write(Level::Info, &format!("version {version} ({to}) is in use"), &known),
         Some(reason) => {
-            format!("version {version} ({to}) is rolled back to {from}: {}: {}", reason.code, reason.message)
+            let message = format!("version {version} ({to}) is rolled back to {from}");
+            let why: [(&'static str, &str); 2] = [("error_code", &reason.code), ("error", &reason.message)];
+            log.write(Level::Warn, &message, &[&known[..], &why[..]].concat());
         }
     }
-}
-
-fn say(text: &str) {
-    // A closed output changes nothing.
-    let _ = writeln!(std::io::stderr(), "gpuaas-finalizer: {text}");
 }

@@ -193,7 +193,6 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
             key: PolicyKey::BillingWindow,
             scope: policy::PolicyScope::Plan("gold".into()),
         },
-        policy_values::Rejection::NotBuilt { key: low, value: policy::PolicyValue::Int(1) },
         policy_values::Rejection::Crosses { key: low, low, high, crossing },
         policy_values::Rejection::Differs { key: low, current: None },
         policy_values::Rejection::Differs { key: low, current: Some(policy::PolicyValue::Int(7)) },

@@ -55,6 +55,23 @@ async fn node_with_less_hardware_than_its_sku_expects_is_quarantined_until_it_ag
 }
 
 #[tokio::test]
+async fn machine_with_less_than_its_sku_sells_does_not_become_active() {
+    let api = ApiHarness::new().await;
+    // Its agent reports 64 processors, 512,000 MiB and 4,000 GiB.
+    let of_sku = json!({ "cpu": { "model": "any", "cores": 64 }, "memory_mib": 600_000, "storage_gib": 4_096 });
+    api.sku_with("h100x4", 4, &of_sku).await;
+    let id = api.enrolled_node("h100x4", 4, "few").await;
+    api.poll(id).await;
+    let node = api.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone();
+    assert_eq!((&node["state"], &node["state_reason"]["code"]), (&json!("enrolling"), &json!("inventory_mismatch")));
+    let message = node["state_reason"]["message"].as_str().unwrap();
+    assert!(message.contains("512000 MiB of memory, the SKU sells 600000"), "{message}");
+    let lines = node["hardware"].as_array().unwrap();
+    let short: Vec<_> = lines.iter().filter(|line| line["is_enough"] == false).map(|line| &line["item"]).collect();
+    assert_eq!(short, ["memory of the SKU"]);
+}
+
+#[tokio::test]
 async fn expected_hardware_has_bounds_and_known_fields() {
     let api = ApiHarness::new().await;
     api.sku("h100x4", 4).await;

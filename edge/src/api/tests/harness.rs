@@ -252,7 +252,7 @@ impl ApiHarness {
         self.set_value(key, PolicyValue::Bool(on));
     }
 
-    pub(super) fn set_value(&self, key: PolicyKey, value: PolicyValue) {
+    fn set_value(&self, key: PolicyKey, value: PolicyValue) {
         self.environment.set_policy(key, value);
     }
 

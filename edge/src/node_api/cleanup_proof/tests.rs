@@ -36,6 +36,7 @@ fn node() -> Node {
             gpu_memory_mib: 81_559,
             gpu_count: 2,
             allowed_regions: vec!["eu-1".into()],
+            machine: None,
         },
         region_code: "eu-1".into(),
         gpus_total: 2,

@@ -59,23 +59,6 @@ impl Allocation {
         }
     }
 
-    /// The user never gets a weaker isolation than the policy requires.
-    pub(super) fn not_isolated(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let model = &self.asked.isolation_model;
-        let message = format!(
-            "The policy allocation.isolation_model is {model} for you, which is not available yet; an administrator has to set it to \
-             user-revoke."
-        );
-        match &self.phase {
-            Phase::Requested { .. } => self.fail_request(FailureCode::IsolationModelUnavailable, &message, false, ctx),
-            Phase::Provisioning { .. }
-            | Phase::Active { .. }
-            | Phase::Releasing { .. }
-            | Phase::ReleaseFailed { .. }
-            | Phase::Released { .. } => self.stay(),
-        }
-    }
-
     /// No account covers it any more.
     pub(super) fn uncover(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         const WHY: &str = "the balance is depleted";

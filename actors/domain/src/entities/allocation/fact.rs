@@ -28,8 +28,6 @@ pub enum Fact {
     Unaffordable {
         message: String,
     },
-    /// No node offers the clean-up that the allocation's isolation model requires.
-    NotIsolated,
     /// The account is depleted, and the grace period has ended.
     Uncover,
     /// A critical fault of the node was detected at this time.
@@ -90,7 +88,6 @@ impl Allocation {
             Fact::NoCapacity { suggestion } => self.no_capacity(suggestion, ctx),
             Fact::OverQuota { limit } => self.over_quota(limit, ctx),
             Fact::Unaffordable { message } => self.unaffordable(&message, ctx),
-            Fact::NotIsolated => self.not_isolated(ctx),
             Fact::Uncover => self.uncover(ctx),
             Fact::Faulted { node_id, at, reason } => self.faulted(node_id, at, &reason, ctx),
             Fact::Evacuate { node_id, reason } => self.evacuate(node_id, &reason, ctx),

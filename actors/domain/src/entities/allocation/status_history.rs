@@ -25,9 +25,8 @@ pub enum FailureCode {
     InsufficientCapacity,
     ConcurrencyLimitExceeded,
     InsufficientBalance,
-    IsolationModelUnavailable,
     ProvisioningTimeout,
-    /// The code of the node's agent, or a code of another release.
+    /// The code of the node's agent, or a code of another release, such as `isolation_model_unavailable` of allocations from before 0.1.
     #[serde(untagged)]
     #[strum(transparent)]
     Reported(String),

@@ -290,7 +290,6 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleanup_failed", worker(), remains(attempt).into()),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1)).into()),
         ("unaffordable", worker(), Fact::Unaffordable { message: "m".into() }.into()),
-        ("not_isolated", worker(), Fact::NotIsolated.into()),
         ("uncover", worker(), Fact::Uncover.into()),
         ("faulted", worker(), Fact::Faulted { node_id: NODE, at: start(), reason: "r".into() }.into()),
         ("faulted elsewhere", worker(), Fact::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }.into()),
@@ -571,18 +570,11 @@ fn provisioning_timeout_follows_the_scoped_policy() {
 }
 
 #[test]
-fn allocation_with_an_unavailable_isolation_model_is_refused() {
-    let mut story = allocation();
-    story.allocation.asked.isolation_model = "full-reimage".into();
-    let refused = story.by(&worker(), Fact::NotIsolated);
-    let failure = refused.allocation.failure.as_ref().unwrap();
-    assert_eq!(
-        (refused.allocation.state(), failure.code.as_str(), failure.retryable),
-        ("released", "isolation_model_unavailable", false)
-    );
-    assert!(
-        failure.message.contains("full-reimage") && failure.message.contains("not available yet"),
-        "{}",
-        failure.message
-    );
+fn failure_of_an_earlier_release_whose_code_nothing_makes_is_read_and_written_as_it_was() {
+    let mut stored =
+        serde_json::to_value(&allocation().by(&worker(), Fact::NoCapacity { suggestion: None }).allocation).unwrap();
+    stored["failure"]["code"] = "isolation_model_unavailable".into();
+    let read: Allocation = serde_json::from_value(stored.clone()).unwrap();
+    assert_eq!(read.failure.as_ref().unwrap().code, FailureCode::Reported("isolation_model_unavailable".into()));
+    assert_eq!(serde_json::to_value(&read).unwrap(), stored);
 }

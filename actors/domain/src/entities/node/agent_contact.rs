@@ -499,7 +499,7 @@ impl Node {
         if uuids.len() != inventory.gpus.len() {
             return Some("Two of the GPUs report the same UUID.".to_owned());
         }
-        self.hardware_drift()
+        self.machine_mismatch()
     }
 
     pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {

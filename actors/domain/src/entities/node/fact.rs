@@ -1,7 +1,7 @@
 //! What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
 
 use super::rollout_update::RolloutUpdate;
-use super::{Node, ProviderReport, Rejection};
+use super::{Node, OrderedImage, ProviderReport, Rejection};
 use crate::id::{AllocationId, RolloutId, TerminalSessionId, TokenId};
 use crate::package_digest::PackageDigest;
 use crate::recording::RecordingTerms;
@@ -72,6 +72,9 @@ pub enum Fact {
     MachineToken {
         token_id: TokenId,
         token_sha256: [u8; 32],
+        /// The image that is ordered; absent where the worker is of a release that does not name it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<OrderedImage>,
     },
     /// What the worker found at the bare-metal provider, of the step that began then.
     MachineReported {
@@ -118,7 +121,9 @@ impl Node {
                 Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
             }
             Fact::ForgetTerminal { session_id, allocation_id } => Ok(self.forget_terminal(session_id, allocation_id)),
-            Fact::MachineToken { token_id, token_sha256 } => self.machine_token(token_id, token_sha256, ctx),
+            Fact::MachineToken { token_id, token_sha256, image } => {
+                self.machine_token((token_id, token_sha256), image, ctx)
+            }
             Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
             Fact::UpdateForRollout { rollout_id, digest, soaks, includes_held } => {
                 Ok(self.update_for_rollout(&RolloutUpdate { rollout_id, digest, soaks, includes_held }, ctx))

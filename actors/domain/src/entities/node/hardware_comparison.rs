@@ -1,4 +1,4 @@
-//! The machine of a node beside what its SKU promises and expects, line by line. The rules are those by which a node is quarantined
+//! The machine of a node beside what its SKU promises and expects, line by line. The rules are those by which a node is kept out of service
 //! ([`Node::mismatch`]).
 
 use super::hardware_drift::{ENOUGH_PERCENT, folded};
@@ -17,11 +17,12 @@ pub struct HardwareComparison {
 }
 
 impl Node {
-    /// What the SKU promises of GPUs, and what is expected of the rest of the machine.
+    /// What the SKU promises of GPUs, what it sells of the rest of the machine, and what is expected of it.
     #[must_use]
     pub fn compared_hardware(&self) -> Vec<HardwareComparison> {
         let inventory = self.inventory.as_ref();
         let mut lines = self.compared_gpus(inventory).to_vec();
+        lines.extend(self.compared_with_sold_machine());
         lines.extend(self.expected_hardware.iter().flat_map(|expected| compared_machine(expected, inventory)));
         lines
     }

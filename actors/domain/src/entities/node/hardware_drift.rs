@@ -16,8 +16,13 @@ impl Node {
         }
     }
 
+    /// What of the machine beside its GPUs is in the way of its service, in a sentence for an operator.
+    pub(super) fn machine_mismatch(&self) -> Option<String> {
+        self.below_sku().or_else(|| self.hardware_drift())
+    }
+
     /// All differences of the machine from what its SKU expects, in a sentence for an operator.
-    pub(super) fn hardware_drift(&self) -> Option<String> {
+    fn hardware_drift(&self) -> Option<String> {
         let (expected, inventory) = (self.expected_hardware.as_deref()?, self.inventory.as_ref()?);
         let found = differences(expected, inventory);
         let name = &self.registration.sku.name;

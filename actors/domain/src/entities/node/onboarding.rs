@@ -67,7 +67,7 @@ pub struct EnrollmentToken {
 pub struct PreparedMachine {
     /// The provider's id.
     pub system_id: String,
-    /// The digest that the deployed image shows, where it carries one.
+    /// The digest that the image shows which is configured at the registration, where it carries one. See [`OrderedImage`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_digest: Option<String>,
 }

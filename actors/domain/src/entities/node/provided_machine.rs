@@ -32,7 +32,8 @@ const MAX_STATUS: usize = 300;
 pub struct ProvidedMachine {
     /// The provider's id.
     pub system_id: String,
-    /// What a system with the deployed image shows; `None` where the image carries no digest.
+    /// What a system with the image of the last ordered deployment shows; `None` where that image carries no digest. Before the first order,
+    /// and where a worker of an earlier release orders it, the digest at the node's registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_digest: Option<String>,
     pub step: ProviderStep,
@@ -44,6 +45,13 @@ pub struct ProvidedMachine {
     pub check_at: Option<Timestamp>,
     /// The provider's last status, or why it could not be asked.
     pub status: Option<String>,
+}
+
+/// The image that a deployment is ordered with. The settings may name another one at the next order, and at each member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OrderedImage {
+    /// `None` where it carries no digest.
+    pub digest: Option<String>,
 }
 
 /// What the provider has to do, or has done.
@@ -165,11 +173,12 @@ impl Node {
         Event::MachineDue { node_id: self.id }
     }
 
-    /// The worker is about to deploy the machine with this token in its user data. Older tokens are void.
+    /// The worker is about to deploy the machine with this image, and with this token in its user data. Older tokens are void: no system of
+    /// an earlier order, which may have another image, can enroll.
     pub(super) fn machine_token(
         &self,
-        token_id: TokenId,
-        token_sha256: [u8; 32],
+        (token_id, token_sha256): (TokenId, [u8; 32]),
+        image: Option<OrderedImage>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         let Some(machine) = self.machine.as_ref().filter(|machine| machine.step == ProviderStep::Deploying) else {
@@ -181,6 +190,9 @@ impl Node {
         next.identity.token =
             Some(super::EnrollmentToken { id: token_id, sha256: token_sha256, expires_at, consumed_at: None });
         next.identity.certificates.clear();
+        if let (Some(machine), Some(image)) = (&mut next.machine, image) {
+            machine.image_digest = image.digest;
+        }
         let event = match self.life {
             Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {
                 let message = "The provider deploys the machine with a token; waiting for its agent.";
@@ -198,7 +210,12 @@ impl Node {
         };
         let audit = self.audit(
             AuditAction::NodesIssueEnrollmentToken,
-            json!({ "token_id": token_id, "expires_at": expires_at, "system_id": machine.system_id }),
+            json!({
+                "token_id": token_id,
+                "expires_at": expires_at,
+                "system_id": machine.system_id,
+                "image_digest": next.machine.as_ref().and_then(|machine| machine.image_digest.as_deref()),
+            }),
         );
         let step = Transition::to(next, Reply::TokenIssued { expires_at }, "a token for the machine's user data");
         Ok(event.into_iter().fold(step, Transition::event).audit(audit))

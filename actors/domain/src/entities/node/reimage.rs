@@ -1,8 +1,8 @@
 //! The reimage of a node's machine: after a tenant whose allocation isolates by it, or on an operator's order.
 //!
 //! The provider erases and installs the machine. Until the new system has enrolled with a fresh token, shown another machine id than the
-//! old one and the image's digest, and passed `node.validate`, a hold of the quarantine has the node out of rent, so that none of its GPUs
-//! is free. Retries: an operator orders the reimage again, or retires the node.
+//! old one and the digest of the image that its deployment was ordered with, and passed `node.validate`, a hold of the quarantine has the
+//! node out of rent, so that none of its GPUs is free. Retries: an operator orders the reimage again, or retires the node.
 
 use super::{
     CommandName, Enrollment, HoldAuthor, Node, NodeTask, NodeTaskPhase, PendingTask, Phase, ProviderStep, Rejection,

@@ -64,11 +64,12 @@ impl Node {
         if self.latest_update().is_some_and(|task| !task.has_ended()) {
             return Some(SkipReason::UpdateInProgress);
         }
-        let in_use = self.seen.as_ref().and_then(|seen| seen.package_digest.as_ref());
-        if in_use == Some(digest) {
-            return Some(SkipReason::UpToDate);
+        match self.seen.as_ref().and_then(|seen| seen.package_digest.as_ref()) {
+            Some(in_use) if in_use == digest => Some(SkipReason::UpToDate),
+            Some(_) => self.lacks_task_type(TaskType::AgentUpdate).map(|_| SkipReason::Unsupported),
+            // No package installed it, and so it would refuse the task.
+            None => Some(SkipReason::Unsupported),
         }
-        self.lacks_task_type(TaskType::AgentUpdate).map(|_| SkipReason::Unsupported)
     }
 
     /// True where every hold is of an author whose fault another version of the agent may end, or may have caused.

@@ -14,6 +14,7 @@ mod provided_machine;
 mod recovery;
 mod reimage;
 mod repair;
+mod sku_minimums;
 mod ssh_access;
 mod tasks;
 mod tenants;
@@ -82,6 +83,7 @@ fn registration() -> Registration {
             gpu_memory_mib: 80_000,
             gpu_count: GPUS,
             allowed_regions: vec!["eu".into()],
+            machine: None,
         },
         region_code: "eu".into(),
         gpus_total: GPUS,

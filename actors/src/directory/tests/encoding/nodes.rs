@@ -3,9 +3,9 @@
 use super::*;
 use domain::node::{
     self, AgentContact, AgentTask, CertificateRecord, Enrollment, EnrollmentTokenFault, FindingAcceptance,
-    FindingReport, LastHeartbeat, Node, NodeHealth, NodeTask, NodeTaskPhase, OnboardingMode, PendingTask, ProbeOutcome,
-    PromisedHardware, ProviderReport, Registration, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
-    TaskKind, TaskOutcome, TenantSlot,
+    FindingReport, LastHeartbeat, Node, NodeHealth, NodeTask, NodeTaskPhase, OnboardingMode, OrderedImage, PendingTask,
+    ProbeOutcome, PromisedHardware, ProviderReport, Registration, ReportedFinding, ReportedGpu, ReportedInventory,
+    ReportedSystem, TaskKind, TaskOutcome, TenantSlot,
 };
 use domain::sku::{self, Sku};
 use domain::validation::{ValidationLevel, ValidationMinimums};
@@ -55,6 +55,7 @@ fn registration() -> Registration {
         gpu_memory_mib: 80_000,
         gpu_count: 1,
         allowed_regions: vec!["eu".into()],
+        machine: Some(domain::hardware::SoldMachine { cpu_cores: 64, memory_mib: 512_000, storage_gib: 4_000 }),
     };
     Registration {
         host: "node-a".into(),
@@ -173,7 +174,13 @@ fn node_commands() -> Vec<node::Command> {
         Fact::Fence { allocation_id: TENANT, attempt: 1 }.into(),
         Fact::Abandon { allocation_id: TENANT }.into(),
         Request::Reimage { reason: text() }.into(),
-        Fact::MachineToken { token_id: TokenId(ALLOCATION), token_sha256: [4; 32] }.into(),
+        Fact::MachineToken { token_id: TokenId(ALLOCATION), token_sha256: [4; 32], image: None }.into(),
+        Fact::MachineToken {
+            token_id: TokenId(ALLOCATION),
+            token_sha256: [4; 32],
+            image: Some(OrderedImage { digest: Some(text()) }),
+        }
+        .into(),
         Fact::MachineReported { since: at(), report: ProviderReport::Done }.into(),
         Fact::MachineReported { since: at(), report: ProviderReport::Waiting { status: text() } }.into(),
         Fact::MachineReported { since: at(), report: ProviderReport::Failed { why: text() } }.into(),

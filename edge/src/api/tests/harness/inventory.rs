@@ -14,7 +14,16 @@ use uuid::Uuid;
 impl ApiHarness {
     /// An active SKU, by id.
     pub(in crate::api::tests) async fn sku(&self, name: &str, gpus: u32) -> String {
-        let created = self.post("/api/v1/admin/skus").admin().json(&sku_body(name, gpus)).send().await;
+        self.sku_with(name, gpus, &json!({})).await
+    }
+
+    /// An active SKU in which these fields differ from those of [`sku_body`].
+    pub(in crate::api::tests) async fn sku_with(&self, name: &str, gpus: u32, fields: &Value) -> String {
+        let mut body = sku_body(name, gpus);
+        for (field, value) in fields.as_object().unwrap() {
+            body[field] = value.clone();
+        }
+        let created = self.post("/api/v1/admin/skus").admin().json(&body).send().await;
         let id = created.is(201)["id"].as_str().unwrap().to_owned();
         self.decide(&format!("/api/v1/admin/skus/{id}/activate"), &json!({"reason": "a test"})).await.is(200);
         id

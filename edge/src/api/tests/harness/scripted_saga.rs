@@ -24,7 +24,6 @@ pub(in crate::api::tests) enum PlacementOutcome {
     NoCapacity,
     OverQuota,
     Unaffordable,
-    NotIsolated,
 }
 
 /// Replies to allocation requests with the outcome that the test has set.
@@ -45,7 +44,6 @@ pub(super) async fn run_placements(
             PlacementOutcome::NoCapacity => {
                 allocation::Fact::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
             }
-            PlacementOutcome::NotIsolated => allocation::Fact::NotIsolated,
             PlacementOutcome::OverQuota => allocation::Fact::OverQuota { limit: 50 },
             PlacementOutcome::Unaffordable => {
                 allocation::Fact::Unaffordable { message: "There is nothing to pay it from.".into() }

@@ -118,6 +118,7 @@ fn beats_updatable(story: Story, finding: &ReportedFinding) -> Story {
         unreachable!("a heartbeat is one")
     };
     seen.task_types = Some(["agent.update".to_owned()].into());
+    seen.package_digest = Some(digest('9'));
     story.agent(Request::Heartbeat { serial, seen, inventory, health })
 }
 
@@ -136,12 +137,17 @@ fn of_rollout(rollout_id: RolloutId, digit: char) -> Fact {
 
 /// An active node whose agent can be updated.
 fn updatable() -> Story {
+    of_package(Some('9'))
+}
+
+/// An active node whose agent has the task, and is of this package.
+fn of_package(digit: Option<char>) -> Story {
     let Request::Heartbeat { serial, mut seen, inventory, health } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
     else {
         unreachable!("a heartbeat is one")
     };
     seen.task_types = Some(["agent.update".to_owned()].into());
-    seen.package_digest = Some(digest('9'));
+    seen.package_digest = digit.map(digest);
     node().active().agent(Request::Heartbeat { serial, seen, inventory, health })
 }
 
@@ -188,6 +194,8 @@ fn rollout_skips_what_it_cannot_update_and_remembers_that() {
     assert_eq!(skipped(updatable().admin(update('b')), 'a').1, "update_in_progress");
     let old = updatable().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS)));
     assert_eq!(skipped(old, 'a').1, "unsupported");
+    let (by_hand, reason) = skipped(of_package(None), 'a');
+    assert_eq!((reason, by_hand.node.tasks.len()), ("unsupported", 0), "its agent would refuse the task");
     let (story, reason) = skipped(updatable().offline(), 'a');
     assert_eq!(reason, "offline");
     // A repetition of the order that comes after the node is back begins nothing.

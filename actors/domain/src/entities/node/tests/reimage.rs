@@ -1,6 +1,6 @@
 //! Nodes whose machine is reinstalled: after a tenant, and on an operator's order.
 
-use super::provided_machine::{provided, provided_enrollment, token};
+use super::provided_machine::{TOKEN, ordered_with, provided, provided_enrollment, token};
 use super::*;
 use crate::validation::ValidationLevel;
 
@@ -29,7 +29,12 @@ impl Story {
 
     /// The provider has erased it and installs it.
     fn reinstalled(self) -> Self {
-        self.at_the_provider(ProviderReport::Done).after_fact(token()).at_the_provider(ProviderReport::Done)
+        self.reinstalled_with(None)
+    }
+
+    /// The provider has erased it and installs this image.
+    fn reinstalled_with(self, image: Option<OrderedImage>) -> Self {
+        self.at_the_provider(ProviderReport::Done).after_fact(ordered_with(image)).at_the_provider(ProviderReport::Done)
     }
 
     fn validated(self, verdict: TaskOutcome) -> Self {
@@ -111,6 +116,68 @@ fn system_with_another_image_or_without_an_id_is_refused() {
             "{machine_id:?} {image_digest:?}"
         );
     }
+}
+
+fn image(digest: Option<&str>) -> Option<OrderedImage> {
+    Some(OrderedImage { digest: digest.map(str::to_owned) })
+}
+
+/// An enrollment of a new system with this image.
+fn enrollment_with(image_digest: Option<&str>) -> Request {
+    let Request::Enroll(mut shown) = provided_enrollment("new") else { unreachable!() };
+    shown.inventory.system =
+        Some(ReportedSystem { machine_id: Some("new".into()), image_digest: image_digest.map(str::to_owned) });
+    Request::Enroll(shown)
+}
+
+#[test]
+fn new_system_is_compared_with_the_image_that_its_deployment_was_ordered_with() {
+    let held = provided().deployed().after_whole_tenant();
+    let (first, second) = (Some("sha256:1"), Some("sha256:2"));
+    // What is ordered, and whether a system is taken that shows the image of the registration, the second one, or none.
+    let cases = [
+        (None, [true, false, false]),
+        (image(first), [true, false, false]),
+        (image(second), [false, true, false]),
+        (image(None), [true, true, true]),
+    ];
+    for (ordered, taken) in cases {
+        let story = held.clone().reinstalled_with(ordered.clone());
+        for (shown, is_taken) in [first, second, None].into_iter().zip(taken) {
+            let enrolled = story.clone().agent(enrollment_with(shown));
+            assert_eq!(enrolled.reply != Reply::SystemRefused, is_taken, "{ordered:?} {shown:?}");
+        }
+    }
+    // A refused system is followed by an order with the image of then.
+    let refused = held.reinstalled_with(image(second)).agent(enrollment_with(first)).expect("quarantined");
+    let message = &refused.node.reason.message;
+    assert!(message.contains("shows the image sha256:1, and sha256:2 was to be installed"), "{message}");
+    let third = refused.admin(reimage()).reinstalled_with(image(Some("sha256:3")));
+    third.agent(enrollment_with(Some("sha256:3"))).agent(poll()).validated(FIT).expect("active");
+}
+
+#[test]
+fn image_of_an_order_that_is_repeated_is_that_of_the_last_token() {
+    let held = provided().deployed().after_whole_tenant().at_the_provider(ProviderReport::Done);
+    // A worker that died between the token and the call, and another one with other settings.
+    let story =
+        held.after_fact(ordered_with(image(Some("sha256:2")))).after_fact(ordered_with(image(Some("sha256:3"))));
+    let story = story.at_the_provider(ProviderReport::Done);
+    assert_eq!(story.clone().agent(enrollment_with(Some("sha256:2"))).reply, Reply::SystemRefused);
+    story.agent(enrollment_with(Some("sha256:3"))).agent(poll()).validated(FIT).expect("active");
+}
+
+#[test]
+fn order_of_an_earlier_release_names_no_image_and_its_snapshot_keeps_that_of_the_registration() {
+    let earlier = serde_json::json!({
+        "command": "machine_token", "token_id": Uuid::from_u128(5), "token_sha256": TOKEN,
+    });
+    let earlier: Fact = serde_json::from_value(earlier).unwrap();
+    assert_eq!(earlier, token());
+    let snapshot = serde_json::to_value(&provided().deployed().node).unwrap();
+    assert_eq!(snapshot["machine"]["image_digest"], "sha256:1");
+    let read: Node = serde_json::from_value(snapshot).unwrap();
+    assert_eq!(read.machine.unwrap().image_digest.as_deref(), Some("sha256:1"));
 }
 
 #[test]
