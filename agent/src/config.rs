@@ -23,6 +23,7 @@ use crate::integrity::{IntegritySettings, PrivilegeSettings};
 use crate::simulated_faults::{SimulatedFailure, SimulatedFaults};
 use crate::system_executor::Settings;
 use crate::system_executor::sudoers::SudoCommand;
+use crate::system_executor::tenant_limits::LimitSettings;
 use crate::validation::DEFAULT_PROGRAMS;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
@@ -424,12 +425,31 @@ const SHARED: &str = "SVC_NODE_AGENT_SHARED_FOLDERS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
 const TENANT_DEVICES: &str = "SVC_NODE_AGENT_TENANT_DEVICES";
 const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
+const LOOPBACK_GUARD: &str = "SVC_NODE_AGENT_LOOPBACK_GUARD";
+const TENANT_LIMITS: &str = "SVC_NODE_AGENT_TENANT_LIMITS";
+const RESERVED_MEMORY: &str = "SVC_NODE_AGENT_RESERVED_MEMORY_MIB";
+const TASKS_PER_GPU: &str = "SVC_NODE_AGENT_TASKS_PER_GPU";
+/// The fewest processes with which a tenant's login and a program of CUDA begin.
+const FEWEST_TASKS: u64 = 256;
 
 const MAX_TENANT_DEVICES: usize = 32;
 
 /// The variables that are no flags and not of the bundle.
-pub(crate) const OWN_VARIABLES: [&str; 9] =
-    [STATE_DIR, UIDS, HOMES, KEYS, SUDO_COMMANDS, SHARED, DEVICES, TENANT_DEVICES, SSH_LISTEN];
+pub(crate) const OWN_VARIABLES: [&str; 13] = [
+    STATE_DIR,
+    UIDS,
+    HOMES,
+    KEYS,
+    SUDO_COMMANDS,
+    SHARED,
+    DEVICES,
+    TENANT_DEVICES,
+    SSH_LISTEN,
+    LOOPBACK_GUARD,
+    TENANT_LIMITS,
+    RESERVED_MEMORY,
+    TASKS_PER_GPU,
+];
 
 /// The settings of tenants' accounts from the environment; the rest is as in [`Settings::default`]. `None` if something is wrong, which
 /// is noted.
@@ -454,6 +474,8 @@ fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Set
     let keys = problems.note(folder(KEYS, defaults.keys));
     let devices = problems.note(folder(DEVICES, defaults.devices));
     let tenant_devices = problems.note(tenant_devices(sources));
+    let loopback_guard = problems.note(switch(sources, LOOPBACK_GUARD, defaults.loopback_guard));
+    let limits = limit_settings(sources, defaults.limits, problems);
     Some(Settings {
         uids: uids?,
         homes: homes?,
@@ -464,7 +486,37 @@ fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Set
         tenant_devices: tenant_devices?,
         program: defaults.program,
         ssh_listen: ssh_listen?,
+        loopback_guard: loopback_guard?,
+        limits: limits?,
     })
+}
+
+/// `None` if something is wrong, which is noted.
+fn limit_settings(sources: &Sources<'_>, defaults: LimitSettings, problems: &mut Problems) -> Option<LimitSettings> {
+    let number = |name: &'static str, least: u64, expected: &'static str| match sources.get(name) {
+        Some(text) => match text.trim().parse::<u64>() {
+            Ok(number) if number >= least => Ok(Some(number)),
+            Ok(_) | Err(_) => Err(AgentConfigError::Value { name, expected }),
+        },
+        None => Ok(None),
+    };
+    let is_on = problems.note(switch(sources, TENANT_LIMITS, defaults.is_on));
+    let reserved = problems.note(number(RESERVED_MEMORY, 0, "a number of MiB"));
+    let tasks = problems.note(number(TASKS_PER_GPU, FEWEST_TASKS, "a number of processes from 256 on"));
+    Some(LimitSettings {
+        is_on: is_on?,
+        reserved_memory_mib: reserved?.or(defaults.reserved_memory_mib),
+        tasks_per_gpu: tasks?.unwrap_or(defaults.tasks_per_gpu),
+    })
+}
+
+fn switch(sources: &Sources<'_>, name: &'static str, default: bool) -> Result<bool, AgentConfigError> {
+    match sources.get(name).as_deref() {
+        None => Ok(default),
+        Some("on") => Ok(true),
+        Some("off") => Ok(false),
+        Some(_) => Err(AgentConfigError::Value { name, expected: "on or off" }),
+    }
 }
 
 fn sudo_commands(sources: &Sources<'_>) -> Result<Vec<SudoCommand>, AgentConfigError> {

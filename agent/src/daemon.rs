@@ -40,7 +40,8 @@ use crate::server_clock::ServerClock;
 use crate::service_manager::ServiceManager;
 use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};
-use crate::system_executor::{self, System, private_tmp};
+use crate::system_executor::loopback_guard::LoopbackGuard;
+use crate::system_executor::{self, System, bus_policy, private_tmp};
 use crate::task_journal::{Journal, JournalError};
 use crate::terminal::{Spools, TerminalSessions};
 use crate::validation::Validator;
@@ -243,7 +244,14 @@ pub fn clean_up(config: &AgentConfig) -> Result<(), Fatal> {
             warn!(%allocation_id, error_code = "tenants_remain", remains = remains.join(", "), "the tenant is not removed");
         }
     }
-    if left == 0 { Ok(()) } else { Err(Fatal::TenantsRemain { left }) }
+    if left > 0 {
+        return Err(Fatal::TenantsRemain { left });
+    }
+    if let Some(settings) = &config.system {
+        LoopbackGuard::new(&config.state_dir, settings).remove();
+        bus_policy::remove();
+    }
+    Ok(())
 }
 
 /// The executor, with the configured faults of simulated hardware.

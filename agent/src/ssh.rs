@@ -5,7 +5,7 @@
 //!          /host_key(.pub)  created once: the host key that the control plane tells tenants to expect
 //!          /sshd.pid        while it listens
 //!          /gpuaas-sshd-... the machine's sshd under the name of its PAM service
-//! /etc/pam.d/gpuaas-sshd-...   while it listens: gives each tenant its own /tmp
+//! /etc/pam.d/gpuaas-sshd-...   while it listens: gives each tenant its own /tmp and /proc
 //! ```
 //!
 //! The agent's own sshd admits only tenants, and only with a key. Established connections survive its restart.
@@ -139,7 +139,10 @@ impl Sshd {
             service.write(systemd)?;
             sshd.use_service_name(&service).map_err(FileError::at("link", &sshd.folder))?;
         } else {
-            warn!(error_code = "pam_namespace_missing", "logins by SSH see the machine's /tmp; install pam_namespace");
+            warn!(
+                error_code = "pam_namespace_missing",
+                "logins by SSH see the machine's /tmp and everybody's processes; install pam_namespace"
+            );
         }
         sshd.configure(keys, listen, systemd)?;
         sshd.end_previous_listener();

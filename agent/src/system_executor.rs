@@ -9,7 +9,9 @@
 //! STATE/private/                 each tenant's own /tmp, /var/tmp and /dev/shm ([`private_tmp`])
 //! ```
 //!
-//! Devices are isolated by the owners of their nodes ([`device_guard`]). Any leftover that a release finds keeps the devices reserved.
+//! Devices are isolated by the owners of their nodes ([`device_guard`]), neighbours from each other by a `/proc` of their own
+//! ([`private_proc`]), rules for loopback addresses ([`loopback_guard`]) and shares of the machine ([`tenant_limits`]). Any leftover that a
+//! release finds keeps the devices reserved.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
@@ -39,21 +41,28 @@ use crate::unproved_gpus::{self, UnprovedGpu};
 pub mod account_cleanup;
 pub mod account_records;
 pub mod accounts;
+pub mod bus_policy;
 pub mod device_guard;
 pub mod directory_walk;
 pub mod file_search;
 pub mod keyrings;
+pub mod loopback_guard;
 pub mod mounts;
+mod neighbours;
+pub mod private_proc;
 pub mod private_tmp;
 pub mod processes;
 pub mod sudoers;
+pub mod tenant_limits;
 
 use account_cleanup::TenantLeftovers;
 use account_records::content_digest;
 use accounts::{Accounts, TenantAccount};
 use device_guard::DeviceGuard;
+use loopback_guard::LoopbackGuard;
 use private_tmp::PrivateTmp;
 use sudoers::SudoCommand;
+use tenant_limits::{LimitSettings, TenantLimits};
 
 /// The skeleton of new homes.
 const SKELETON: &str = "/etc/skel";
@@ -83,6 +92,9 @@ pub struct Settings {
     pub program: PathBuf,
     /// The address of the agent's own sshd; `None`: the machine's own sshd admits tenants.
     pub ssh_listen: Option<SocketAddr>,
+    /// Whether what a tenant listens on at loopback addresses is closed to its neighbours.
+    pub loopback_guard: bool,
+    pub limits: LimitSettings,
 }
 
 impl Default for Settings {
@@ -97,6 +109,8 @@ impl Default for Settings {
             tenant_devices: Vec::new(),
             program: PathBuf::from("/proc/self/exe"),
             ssh_listen: None,
+            loopback_guard: true,
+            limits: LimitSettings::default(),
         }
     }
 }
@@ -109,6 +123,8 @@ pub struct System {
     accounts: Accounts,
     guard: DeviceGuard,
     private: PrivateTmp,
+    loopback: LoopbackGuard,
+    limits: TenantLimits,
     queues: PathBuf,
     reconciled: Mutex<Reconciled>,
     /// The allocations whose devices are closed for good. Held while a device of a present tenant is opened, and never over a question to
@@ -168,7 +184,22 @@ impl System {
         let guard = DeviceGuard::of_this_machine(settings.devices.clone(), settings.tenant_devices.clone());
         let queues = state_dir.join("mqueue");
         let (reconciled, closed) = (Mutex::default(), Mutex::default());
-        let system = Self { settings, gpus, reservations, accounts, guard, private, queues, reconciled, closed };
+        let loopback = LoopbackGuard::new(state_dir, &settings);
+        let limits = TenantLimits::of_this_machine(settings.limits.clone(), guard.slices.clone());
+        let system = Self {
+            settings,
+            gpus,
+            reservations,
+            accounts,
+            guard,
+            private,
+            loopback,
+            limits,
+            queues,
+            reconciled,
+            closed,
+        };
+        system.separate_neighbours();
         system.restore_private_tmp().map_err(SystemOpenError::Private)?;
         let tenants = system.present_tenants().into_iter().map(|(_, account)| account.uid).collect();
         if let Err(failure) = system.guard.close_all_but(&tenants) {
@@ -260,12 +291,14 @@ impl System {
 
     /// Opens those devices that the driver reports. Returns the first failure.
     fn open_each(&self, held: &Reservation, account: &TenantAccount) -> Result<(), TaskFailure> {
+        // systemd reads both with the slice.
+        let limited = self.limit(account, held.devices.len());
         let open = |device: &DeviceRef| {
             let Some(node) = self.guard.node(&self.gpus, device)? else { return Ok(()) };
             let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
             if closed.contains(&held.allocation_id) { Ok(()) } else { self.guard.open_node(&node, account) }
         };
-        let opened = held.devices.iter().map(open).fold(Ok(()), Result::and);
+        let opened = held.devices.iter().map(open).fold(limited, Result::and);
         self.guard.renew_slice(account)?;
         opened
     }
@@ -362,6 +395,8 @@ impl Executor for System {
         let rules = self.sudo_digest(&account);
         self.accounts.note_written(task.allocation_id, |written| written.sudo_rules = rules)?;
         let may_sudo = sudoers::allow(&account.name, &self.settings.sudo_commands)?;
+        self.restore_loopback_guard();
+        self.limit(&account, task.devices.len())?;
         self.guard.open(&self.gpus, &task.devices, &account)?;
         // Last: with its keys the tenant can log in, and everything else is ready.
         let keys = self.write_keys(task.allocation_id, &account.name, &task.authorized_keys)?;
@@ -373,6 +408,7 @@ impl Executor for System {
             ("devices", uuids(&task.devices)),
             ("further_devices", json!(self.settings.tenant_devices)),
             ("isolation", json!(self.guard.name())),
+            ("separated", json!(self.separated())),
             ("sudo", json!(may_sudo)),
         ]))
     }
@@ -442,6 +478,7 @@ impl Executor for System {
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {
         self.guard.check(&self.gpus)?;
         self.reservations.check_writable()?;
+        self.restore_loopback_guard();
         let uids_left = self.accounts.uids_left();
         if uids_left == 0 {
             return Err(TaskFailure::new("uids_exhausted", "no uid is left to give; widen SVC_NODE_AGENT_UIDS"));
@@ -452,6 +489,7 @@ impl Executor for System {
             ("allocations", json!(self.reservations.ids())),
             ("uids_left", json!(uids_left)),
             ("isolation", json!(self.guard.name())),
+            ("separated", json!(self.separated())),
         ]))
     }
 

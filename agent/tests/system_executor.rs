@@ -4,6 +4,7 @@
 
 mod gpu_outages;
 mod hostile_tenants;
+mod neighbours;
 mod overlay_machine;
 mod private_tmp;
 mod skipped_tests;

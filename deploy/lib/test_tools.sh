@@ -6,8 +6,9 @@ ensure_gate_tools() {
     local missing=()
     start_tools ensure_nextest ensure_machine ensure_loads
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
-    # For the executor that makes Linux users, its door, and the units.
+    # For the executor that makes Linux users, its door, its rules of the network, and the units.
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
+    [ -x /usr/sbin/nft ] || missing+=(nftables)
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
     have curl || missing+=(curl)

@@ -158,3 +158,22 @@ async fn terminal_outlives_restart_kill_and_update_of_its_agent_and_a_stop_ends_
     machine.expect_no_session().await;
     cluster.shutdown().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn neither_proc_nor_systemd_shows_a_tenant_the_command_lines_of_others() {
+    let mut cluster = TestCluster::start().await;
+    let Some(machine) = Machine::boot(&mut cluster).await else { return cluster.shutdown().await };
+    let container = &machine.container;
+    container
+        .run("systemd-run --quiet --slice=user-4242.slice --uid=4242 -- tail -f /dev/null --max-unchanged-stats=4242");
+    let looks = "{ cat /proc/*/cmdline | tr '\\0' ' '; systemctl status --no-pager user-4242.slice; busctl call \
+                 org.freedesktop.systemd1 /org/freedesktop/systemd1 org.freedesktop.systemd1.Manager GetUnitProcesses s \
+                 user-4242.slice; } 2>/dev/null | grep -a -o 'unchanged-stat[s]' | wc -l";
+    assert_eq!(container.run(looks).trim(), "3", "root sees it each way");
+    let allocation = cluster.rent(SKU, 1).await;
+    allocation.expect_state("active").await;
+    let (mut terminal, _) = cluster.terminal(allocation.id).await;
+    terminal.enter(&format!("count=$({looks}); echo shown:$count.\n")).await;
+    terminal.expect_output("shown:0.").await;
+    cluster.shutdown().await;
+}

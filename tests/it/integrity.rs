@@ -77,7 +77,7 @@ impl Machine {
         container.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
         let (before, after) = (PORT - 1, PORT + 1);
         let start = format!(
-            "[Service]\nEnvironment=SVC_NODE_AGENT_IGNORED_PORTS=1-{before},{after}-65535\nExecStart=\n\
+            "[Service]\nEnvironment=SVC_NODE_AGENT_IGNORED_PORTS=1-{before},{after}-65535 SVC_NODE_AGENT_LOOPBACK_GUARD=off\nExecStart=\n\
              ExecStart=/usr/local/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system --simulate-gpus 1 \
              --gpu-memory-mib {GPU_MEMORY_MIB} --integrity-interval-seconds 1\n"
         );

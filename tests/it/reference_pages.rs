@@ -258,7 +258,7 @@ const TASK_TYPES: [(&str, &str, &str, &str); 10] = [
     (
         "allocation.provision",
         "Provision",
-        "the tenant's `user_name`, `home`, `authorized_keys_path`, `devices` and `isolation`; with the `system` executor also `uid` and `sudo`",
+        "the tenant's `user_name`, `home`, `authorized_keys_path`, `devices` and `isolation`; with the `system` executor also `uid`, `sudo` and `separated`",
         "`allocation.provisioning_timeout_seconds`",
     ),
     (
@@ -276,7 +276,7 @@ const TASK_TYPES: [(&str, &str, &str, &str); 10] = [
     (
         "node.validate",
         "",
-        "the UUIDs of its `gpus` and the ids of its `allocations`; with the `system` executor also `uids_left` and `isolation`; with a load also `level`, `measurements`, `not_tested`, `failed` and `by_gpu`",
+        "the UUIDs of its `gpus` and the ids of its `allocations`; with the `system` executor also `uids_left`, `isolation` and `separated`; with a load also `level`, `measurements`, `not_tested`, `failed` and `by_gpu`",
         "`node.task_timeout_seconds`, with a deep load and `node.deep_validation_seconds`",
     ),
     (

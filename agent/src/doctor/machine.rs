@@ -132,6 +132,8 @@ pub(super) fn tools(flags: &Flags) -> Vec<DiagnosticFinding> {
     ];
     if flags.executor == ExecutorChoice::System {
         needed.push((sshd, "tenants cannot log in by SSH", "apt install openssh-server"));
+        let reached = "tenants reach what their neighbours listen on at loopback addresses";
+        needed.push((PathBuf::from("/usr/sbin/nft"), reached, "apt install nftables"));
     }
     needed
         .into_iter()

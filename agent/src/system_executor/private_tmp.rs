@@ -5,11 +5,12 @@
 //!              /var-tmp/<name>                    as /var/tmp
 //!              /shm/<name>                        as /dev/shm: a file system in memory
 //! /etc/security/namespace.d/gpuaas-<name>.conf    the same for pam_namespace(8)
+//!                           gpuaas-<name>.init    what it runs in the namespace: mounts [`private_proc`]
 //! ```
 //!
-//! Each terminal, and each login through PAM, has a mount namespace in which these are mounted over the machine's. Mounts that the tenant
-//! makes there (FUSE, user namespaces) exist nowhere else. A release removes the folders with their content, also what root made in the
-//! tenant's name.
+//! Each terminal, and each login through PAM, has a mount namespace in which these are mounted over the machine's, and a `/proc` that shows
+//! no process of others ([`private_proc`]). Mounts that the tenant makes there (FUSE, user namespaces) exist nowhere else. A release removes
+//! the folders with their content, also what root made in the tenant's name.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
@@ -23,6 +24,7 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 use super::accounts::TenantAccount;
 use super::directory_walk;
 use super::mounts::{self, Mounts};
+use super::private_proc::{self, VisibleProcesses};
 use crate::atomic_file::{self, FileError};
 use crate::executor::TaskFailure;
 use crate::executor::cleanup_checks::check_path_removed;
@@ -34,6 +36,8 @@ const FOLDERS: [(CleanupCheck, &str, &str); 3] = [
     (CleanupCheck::DevShm, "/dev/shm", "shm"),
     (CleanupCheck::Tmp, "/tmp", "tmp"),
 ];
+/// The last of them.
+const LAST: &str = "/tmp";
 /// The folder in memory.
 const IN_MEMORY: &str = "shm";
 /// The mode of the machine's own.
@@ -41,15 +45,21 @@ const MODE: u32 = 0o1777;
 /// Accessible to root only: pam_namespace refuses any other mode.
 const MODE_OF_PARENT: u32 = 0;
 const RULES: &str = "/etc/security/namespace.d";
+/// The mode of a program that root runs.
+const PROGRAM: u32 = 0o755;
 
-/// Mounts them over the machine's, and executes the rest of its arguments.
+/// Mounts them over the machine's.
 const ENTER: &str = r#"set -e
 mount --bind "$1" /var/tmp; if [ -d /dev/shm ]; then mount --bind "$2" /dev/shm; fi; mount --bind "$3" /tmp
-shift 3; exec "$@""#;
+"#;
+/// Executes the arguments behind the folders.
+const EXECUTE: &str = r#"shift 3; exec "$@""#;
 
 /// See the module's documentation.
 pub struct PrivateTmp {
     base: PathBuf,
+    /// Whether sessions have a `/proc` of their own.
+    hides_processes: bool,
 }
 
 impl PrivateTmp {
@@ -66,7 +76,17 @@ impl PrivateTmp {
             };
             make().map_err(FileError::at("create", &path))?;
         }
-        Ok(Self { base })
+        let hidden = private_proc::check();
+        if let Err(why) = &hidden {
+            warn_of_processes(why);
+        }
+        Ok(Self { base, hides_processes: hidden.is_ok() })
+    }
+
+    /// Whether a tenant's sessions see no process of other users.
+    #[must_use]
+    pub const fn hides_processes(&self) -> bool {
+        self.hides_processes
     }
 
     /// Whether a path lies in a folder that each tenant has of its own, and so differs between tenants and the machine.
@@ -100,6 +120,10 @@ impl PrivateTmp {
                 .mode(0o755)
                 .create(RULES)
                 .map_err(FileError::at("create", RULES.as_ref()))?;
+            if self.hides_processes {
+                let script = private_proc::script();
+                atomic_file::write_without_sync(&script_of(account), script.as_bytes(), PROGRAM)?;
+            }
             atomic_file::write_without_sync(&rules_of(account), self.rules(account).as_bytes(), atomic_file::PUBLIC)?;
         }
         Ok(())
@@ -107,8 +131,11 @@ impl PrivateTmp {
 
     /// namespace.conf(5): for this user alone.
     fn rules(&self, account: &TenantAccount) -> String {
+        // It runs for one of the folders: the namespace is the same for all of them.
+        let hides = |public: &str| public == LAST && self.hides_processes;
         let rule = |(_, public, own): (CleanupCheck, &str, &str)| {
-            format!("{public} \"{}/\" user ~{}\n", self.base.join(own).display(), account.name)
+            let script = if hides(public) { format!(":iscript={}", script_name(account)) } else { String::new() };
+            format!("{public} \"{}/\" user{script} ~{}\n", self.base.join(own).display(), account.name)
         };
         FOLDERS.into_iter().map(rule).collect()
     }
@@ -116,6 +143,7 @@ impl PrivateTmp {
     /// Removes them; [`PrivateTmp::check_removed`] shows what is left.
     pub fn remove(&self, account: &TenantAccount) {
         let _ = atomic_file::remove(&rules_of(account));
+        let _ = atomic_file::remove(&script_of(account));
         for path in self.folders_of(account) {
             // Emptied first: another tenant's namespace may hold the mount.
             directory_walk::empty(&path, account.uid);
@@ -132,7 +160,8 @@ impl PrivateTmp {
     pub fn check_removed(&self, account: &TenantAccount) -> Vec<CleanupFinding> {
         let folders = FOLDERS.into_iter().zip(self.folders_of(account));
         let folders = folders.map(|((what, _, _), path)| check_path_removed(what, &path));
-        folders.chain([check_path_removed(CleanupCheck::SessionFiles, &rules_of(account))]).collect()
+        let files = [rules_of(account), script_of(account)];
+        folders.chain(files.map(|path| check_path_removed(CleanupCheck::SessionFiles, &path))).collect()
     }
 
     /// The parents of all tenants' folders.
@@ -147,7 +176,9 @@ impl PrivateTmp {
     /// The shell in a mount namespace of its own with the tenant's folders in it. A shell that cannot have them does not start.
     #[must_use]
     pub fn wrap_shell(&self, account: &TenantAccount, mut shell: ShellCommand) -> ShellCommand {
-        let words = ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", ENTER, "sh"];
+        let proc = if self.hides_processes { private_proc::MOUNT } else { ":" };
+        let enter = format!("{ENTER}{proc}\n{EXECUTE}");
+        let words = ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", &enter, "sh"];
         shell.launcher.extend(words.map(str::to_owned));
         shell.launcher.extend(self.folders_of(account).map(|path| path.to_string_lossy().into_owned()));
         shell
@@ -156,6 +187,23 @@ impl PrivateTmp {
 
 fn rules_of(account: &TenantAccount) -> PathBuf {
     Path::new(RULES).join(format!("gpuaas-{}.conf", account.name))
+}
+
+/// pam_namespace(8) reads files with the ending `.conf` as rules, and no others.
+fn script_name(account: &TenantAccount) -> String {
+    format!("gpuaas-{}.init", account.name)
+}
+
+fn script_of(account: &TenantAccount) -> PathBuf {
+    Path::new(RULES).join(script_name(account))
+}
+
+fn warn_of_processes(why: &VisibleProcesses) {
+    warn!(
+        error_code = "processes_visible",
+        error = why.as_text(),
+        "tenants see the command lines of each other's processes; give this machine one tenant at a time, or a kernel from 5.8 on"
+    );
 }
 
 /// The folders of PAM's modules on various distributions.
@@ -173,17 +221,17 @@ pub fn is_known_to_pam() -> bool {
 
 /// The folder of PAM's service configurations.
 const PAM: &str = "/etc/pam.d";
-/// The machine's own services by which a tenant may log in.
-const SERVICES: [&str; 5] = ["sshd", "cron", "crond", "atd", "su"];
+/// The machine's own services by which a tenant may log in, or begin programs: `systemd-user` is that of `systemctl --user`.
+const SERVICES: [&str; 6] = ["sshd", "cron", "crond", "atd", "su", "systemd-user"];
 
-/// Logs which of the machine's login services see its own `/tmp`, and what to do about it.
+/// Logs which of the machine's login services see its own `/tmp` and all processes, and what to do about it.
 pub fn warn_of_logins_without() {
     let services = services_without(Path::new(PAM));
     if !services.is_empty() {
         warn!(
             error_code = "pam_profile_missing",
             services = services.join(", "),
-            "tenants who log in by these services see the machine's /tmp, /var/tmp and /dev/shm; install the profile \
+            "tenants who log in by these services see the machine's /tmp, /var/tmp and /dev/shm, and everybody's processes; install the profile \
              deploy/pam/gpuaas-tenants with pam-auth-update, or require pam_namespace.so in their sessions"
         );
     }
@@ -220,7 +268,7 @@ mod tests {
 
     #[test]
     fn namespace_rules_apply_to_the_tenant_only() {
-        let private = PrivateTmp { base: "/state dir/private".into() };
+        let private = PrivateTmp { base: "/state dir/private".into(), hides_processes: true };
         let account = TenantAccount { name: "gpu-1".into(), uid: 70_001 };
         let rules = private.rules(&account);
         assert_eq!(
@@ -228,9 +276,11 @@ mod tests {
             [
                 "/var/tmp \"/state dir/private/var-tmp/\" user ~gpu-1",
                 "/dev/shm \"/state dir/private/shm/\" user ~gpu-1",
-                "/tmp \"/state dir/private/tmp/\" user ~gpu-1",
+                "/tmp \"/state dir/private/tmp/\" user:iscript=gpuaas-gpu-1.init ~gpu-1",
             ]
         );
+        let without = PrivateTmp { hides_processes: false, ..private };
+        assert!(!without.rules(&account).contains("iscript"), "a login does not fail where /proc cannot be mounted");
     }
 
     #[test]

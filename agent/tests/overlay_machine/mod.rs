@@ -21,6 +21,9 @@ const LOWER: &str = "/run/gpuaas-lower";
 /// Its namespaces: flags of `unshare`.
 pub const NAMESPACES: [&str; 7] = ["--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private"];
 
+/// Gives a machine of the agent's own tests a network of its own, in which nothing else listens and rules are nobody else's.
+const NETWORK: &str = r#"ip link set lo up && exec "$@""#;
+
 /// Creates the machine and starts a program in it. `$1` is a folder for it, the rest is the program.
 pub const MAKE: &str = r#"
 set -eu
@@ -61,7 +64,7 @@ pub fn alone(name: &str, test: impl FnOnce()) {
     let folder = tempfile::tempdir().unwrap();
     let ran = Command::new("unshare")
         .args(NAMESPACES)
-        .args(["sh", "-c", MAKE, "sh"])
+        .args(["--net", "sh", "-c", NETWORK, "sh", "sh", "-c", MAKE, "sh"])
         .arg(folder.path())
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture", "--test-threads=1"])

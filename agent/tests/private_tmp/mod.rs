@@ -6,7 +6,7 @@ const PLACES: [&str; 3] = ["/tmp", "/var/tmp", "/dev/shm"];
 
 impl Node {
     /// A program of the tenant's, started as its terminals are.
-    fn in_a_terminal(&self, id: Uuid, name: &str, script: &str) -> Command {
+    pub(super) fn in_a_terminal(&self, id: Uuid, name: &str, script: &str) -> Command {
         let (session_id, ends_at, recording) = (Uuid::from_u128(5), chrono::Utc::now(), RecordTerms::default());
         let task = OpenTerminal { session_id, allocation_id: id, user_name: name.into(), ends_at, recording };
         let shell = self.system.shell(&task).unwrap();
@@ -17,7 +17,7 @@ impl Node {
         command
     }
 
-    fn terminal_can(&self, id: Uuid, name: &str, script: &str) -> bool {
+    pub(super) fn terminal_can(&self, id: Uuid, name: &str, script: &str) -> bool {
         self.in_a_terminal(id, name, script).status().unwrap().success()
     }
 }
@@ -32,7 +32,32 @@ fn nothing_is_left_of(name: &str) {
         assert!(fs::symlink_metadata(&path).is_err(), "{}", path.display());
     }
     assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(name));
-    assert!(!Path::new("/etc/security/namespace.d").join(format!("gpuaas-{name}.conf")).exists());
+    for ending in ["conf", "init"] {
+        assert!(!Path::new("/etc/security/namespace.d").join(format!("gpuaas-{name}.{ending}")).exists());
+    }
+}
+
+/// Whether a login through PAM can have folders of its own here. If not, that is reported as a test not run.
+pub(super) fn is_known_to_pam() -> bool {
+    let is_known = agent::system_executor::private_tmp::is_known_to_pam();
+    if !is_known || !Path::new("/usr/sbin/pam-auth-update").exists() {
+        skipped_tests::report_skipped("it needs pam_namespace and pam-auth-update");
+        return false;
+    }
+    true
+}
+
+/// Installs the profile as an operator does.
+pub(super) fn install_profile() {
+    let profile = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/pam/gpuaas-tenants");
+    fs::copy(profile, "/usr/share/pam-configs/gpuaas-tenants").unwrap();
+    run("env", &["DEBIAN_FRONTEND=noninteractive", "pam-auth-update", "--package"]);
+}
+
+/// A program as cron, at, su and the machine's sshd start it: through PAM, by root.
+pub(super) fn login(user: &str, script: &str) {
+    let ran = Command::new("su").args(["-s", "/bin/sh", user, "-c", script]).output().unwrap();
+    assert!(ran.status.success(), "{user} {script}: {}", String::from_utf8_lossy(&ran.stderr));
 }
 
 #[test]
@@ -92,21 +117,14 @@ fn terminal_without_a_private_tmp_does_not_start() {
 
 #[test]
 fn pam_login_has_a_private_tmp_when_the_profile_is_installed() {
-    if !agent::system_executor::private_tmp::is_known_to_pam() || !Path::new("/usr/sbin/pam-auth-update").exists() {
-        return skipped_tests::report_skipped("it needs pam_namespace and pam-auth-update");
+    if !is_known_to_pam() {
+        return;
     }
     overlay_machine::alone("private_tmp::pam_login_has_a_private_tmp_when_the_profile_is_installed", || {
         let node = Node::start();
-        let profile = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/pam/gpuaas-tenants");
-        fs::copy(profile, "/usr/share/pam-configs/gpuaas-tenants").unwrap();
-        run("env", &["DEBIAN_FRONTEND=noninteractive", "pam-auth-update", "--package"]);
+        install_profile();
         let (id, name) = (Uuid::from_u128(1), "gpu-1");
         node.make(id, name, &[0]);
-        // As cron, at, su and the machine's sshd start a session: through PAM, by root.
-        let login = |user: &str, script: &str| {
-            let ran = Command::new("su").args(["-s", "/bin/sh", user, "-c", script]).output().unwrap();
-            assert!(ran.status.success(), "{user} {script}: {}", String::from_utf8_lossy(&ran.stderr));
-        };
         for place in PLACES {
             login(name, &format!("echo mine > {place}/secret"));
             assert!(!Path::new(place).join("secret").exists(), "{place}");

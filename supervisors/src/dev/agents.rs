@@ -128,6 +128,8 @@ impl SystemAgent {
             ("SVC_NODE_AGENT_AUTHORIZED_KEYS", at("keys")),
             // Simulated GPUs have no device nodes, and those of this machine are not for tenants.
             ("SVC_NODE_AGENT_DEVICES", at("devices")),
+            // The network is this machine's, and an environment that ends leaves no rules in it.
+            ("SVC_NODE_AGENT_LOOPBACK_GUARD", "off".to_owned()),
         ];
         variables.extend(self.ssh_port.map(|port| ("SVC_NODE_AGENT_SSH_LISTEN", format!("127.0.0.1:{port}"))));
         variables

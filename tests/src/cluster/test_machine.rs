@@ -151,7 +151,7 @@ impl TestMachine {
         let mut command = self.command(&self.executable);
         command.args(["--env-file", "/etc/gpuaas/agent.env", "--executor", "system"]).args(flags);
         // Its files and its network are the host's too, where other tests run.
-        command.env("SVC_NODE_AGENT_INTEGRITY_CHECKS", "off");
+        command.env("SVC_NODE_AGENT_INTEGRITY_CHECKS", "off").env("SVC_NODE_AGENT_LOOPBACK_GUARD", "off");
         command.envs(variables.iter().copied()).env("RUST_LOG", "info");
         command.stdout(log.try_clone().expect("the log can be shared")).stderr(log);
         self.agent = Some(command.spawn().expect("the agent can be started"));
