@@ -9,7 +9,7 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
-use crate::unproved_gpus::UnprovedGpu;
+use crate::unproved_gpus::GpuWithoutProof;
 
 pub mod cleanup_checks;
 pub mod tenant_setup;
@@ -58,7 +58,7 @@ pub trait Executor: Send + Sync + 'static {
     fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure>;
 
     /// The GPUs of which it is not proved that nothing of their last tenant is left, by UUID.
-    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu>;
+    fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof>;
 
     /// Does what the hardware did not allow when it was due: opens the devices of present tenants, and proves GPUs of which that is missing.
     /// Called every few seconds. Returns whether the unproved GPUs have changed.

@@ -21,7 +21,7 @@ use wire::inventory::GpuInfo;
 mod child;
 mod cuda;
 mod fabric;
-mod places;
+mod pci_addresses;
 
 pub use child::serve;
 

@@ -67,7 +67,7 @@ mod tests {
         tracing::subscriber::with_default(subscriber, || {
             tracing::warn!(target: "gpuaas_finalizer", error_code = "c", error = "e", "m");
         });
-        let finalizer = agent_package::log_lines::LogLines::new("gpuaas_finalizer", lab, None);
+        let finalizer = agent_package::log_lines::JsonLogLines::new("gpuaas_finalizer", lab, None);
         let finalizer =
             finalizer.line(agent_package::log_lines::Level::Warn, "m", &[("error_code", "c"), ("error", "e")]);
         let parsed = |text: &[u8]| {

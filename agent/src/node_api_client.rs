@@ -69,7 +69,7 @@ pub enum NodeApiError {
     Untrusted(#[source] reqwest::Error),
     #[error("the control plane's certificate {validity}: {why}")]
     CertificateTime {
-        validity: CertificateValidity,
+        validity: ServerCertificateValidity,
         why: TimeDoubt,
         #[source]
         source: reqwest::Error,
@@ -86,13 +86,13 @@ pub enum NodeApiError {
 
 /// Which end of a certificate's validity it is beyond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CertificateValidity {
+pub enum ServerCertificateValidity {
     /// `None` where TLS does not say when.
     EndedAt(Option<DateTime<Utc>>),
     BeginsAt(Option<DateTime<Utc>>),
 }
 
-impl CertificateValidity {
+impl ServerCertificateValidity {
     /// What the verification says, if it is about time alone.
     fn of(error: &CertificateError) -> Option<Self> {
         let time = |at: UnixTime| DateTime::from_timestamp(i64::try_from(at.as_secs()).ok()?, 0);
@@ -112,7 +112,7 @@ impl CertificateValidity {
     }
 }
 
-impl fmt::Display for CertificateValidity {
+impl fmt::Display for ServerCertificateValidity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::EndedAt(Some(at)) => write!(f, "ended at {at}"),
@@ -572,7 +572,7 @@ fn transport_error(error: reqwest::Error) -> NodeApiError {
     let mut cause = std::error::Error::source(&error);
     while let Some(inner) = cause {
         if let Some(rustls::Error::InvalidCertificate(refusal)) = tls_error(inner) {
-            return match CertificateValidity::of(refusal) {
+            return match ServerCertificateValidity::of(refusal) {
                 Some(validity) => NodeApiError::CertificateTime { validity, why: TimeDoubt::NoTime, source: error },
                 None => NodeApiError::Untrusted(error),
             };

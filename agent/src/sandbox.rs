@@ -26,7 +26,7 @@ use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup
 use crate::gpus::Gpus;
 use crate::reservations::{RECORD, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
-use crate::unproved_gpus::{self, UnprovedGpu};
+use crate::unproved_gpus::{self, GpuWithoutProof};
 
 pub mod folder_cleanup;
 pub mod processes;
@@ -159,7 +159,7 @@ impl Executor for Sandbox {
         self.reservations.withhold(uuid)
     }
 
-    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu> {
+    fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.reservations.unproved().all()
     }
 

@@ -23,6 +23,7 @@ use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::atomic_file;
+use crate::bounded_reading::{BoundedReading, WAIT};
 use crate::chain;
 
 /// A machine's clock that differs more is wrong.
@@ -175,6 +176,8 @@ struct Shared {
     /// `None`: nothing is stored.
     file: Option<(PathBuf, Uuid)>,
     state: Mutex<State>,
+    /// The state folder may not answer.
+    storing: Mutex<BoundedReading<()>>,
     is_known: watch::Sender<bool>,
     correcting: tokio::sync::Mutex<()>,
 }
@@ -222,7 +225,9 @@ impl ServerClock {
     fn of(time: ServerTime, file: Option<(PathBuf, Uuid)>) -> Self {
         let is_known = watch::Sender::new(time.known.is_some());
         let state = State { time, last: None, learned_at: None, stored: None, is_off: false };
-        Self(Arc::new(Shared { file, state: Mutex::new(state), is_known, correcting: tokio::sync::Mutex::default() }))
+        let storing = Mutex::new(BoundedReading::of("the stored time of the control plane"));
+        let correcting = tokio::sync::Mutex::default();
+        Self(Arc::new(Shared { file, state: Mutex::new(state), storing, is_known, correcting }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -324,8 +329,9 @@ impl ServerClock {
             state.stored = Some((at.since_boot, state.time.has_message));
         }
         drop(state);
-        if let (Some((bounds, since_boot)), Some((path, boot_id))) = (stored, &self.0.file) {
-            store(path, *boot_id, bounds, since_boot);
+        if let (Some((bounds, since_boot)), Some((path, boot_id))) = (stored, self.0.file.clone()) {
+            let mut storing = self.0.storing.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = storing.read_within(WAIT, move || store(&path, boot_id, bounds, since_boot));
         }
         self.0.is_known.send_if_modified(|is_known| !std::mem::replace(is_known, true));
     }

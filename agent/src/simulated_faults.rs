@@ -10,7 +10,7 @@ use wire::{OLDEST_PROTOCOL, PROTOCOL};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
-use crate::unproved_gpus::UnprovedGpu;
+use crate::unproved_gpus::GpuWithoutProof;
 
 /// What fails on simulated hardware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -91,7 +91,7 @@ impl<E: Executor> Executor for SimulatedExecutor<E> {
         self.inner.withhold_gpu(uuid)
     }
 
-    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu> {
+    fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.inner.unproved_gpus()
     }
 

@@ -36,7 +36,7 @@ use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup
 use crate::gpus::Gpus;
 use crate::reservations::{Reservation, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
-use crate::unproved_gpus::{self, UnprovedGpu};
+use crate::unproved_gpus::{self, GpuWithoutProof};
 
 pub mod account_cleanup;
 pub mod account_records;
@@ -454,7 +454,7 @@ impl Executor for System {
         self.reservations.withhold(uuid)
     }
 
-    fn unproved_gpus(&self) -> BTreeMap<String, UnprovedGpu> {
+    fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.reservations.unproved().all()
     }
 

@@ -34,7 +34,7 @@ const CODE: &str = "unproved";
 
 /// What is known of a GPU without proof.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct UnprovedGpu {
+pub struct GpuWithoutProof {
     /// Its last tenant.
     pub allocation_id: Uuid,
     pub since: DateTime<Utc>,
@@ -47,7 +47,7 @@ pub struct UnprovedGpu {
 /// All GPUs without proof, by UUID.
 pub struct UnprovedGpus {
     path: PathBuf,
-    gpus: Mutex<BTreeMap<String, UnprovedGpu>>,
+    gpus: Mutex<BTreeMap<String, GpuWithoutProof>>,
 }
 
 impl UnprovedGpus {
@@ -67,7 +67,7 @@ impl UnprovedGpus {
 
     /// All of them.
     #[must_use]
-    pub fn all(&self) -> BTreeMap<String, UnprovedGpu> {
+    pub fn all(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.lock().clone()
     }
 
@@ -85,7 +85,8 @@ impl UnprovedGpus {
         let mut next = gpus.clone();
         for (uuid, finding) in findings.iter().filter_map(|finding| Some((finding.unproved_gpu()?, finding))) {
             let why = finding.detail.clone().unwrap_or_else(|| "the driver gave no answer".to_owned());
-            let unproved = UnprovedGpu { allocation_id, since: Utc::now(), why, boot_id: inventory::boot_id().ok() };
+            let unproved =
+                GpuWithoutProof { allocation_id, since: Utc::now(), why, boot_id: inventory::boot_id().ok() };
             next.insert(uuid.to_owned(), unproved);
         }
         self.replace(&mut gpus, next)
@@ -102,7 +103,7 @@ impl UnprovedGpus {
         }
         let listed = gpus.survey(false).ok().filter(|survey| survey.unreadable.is_empty() && survey.lost == 0);
         let booted = inventory::boot_id().ok();
-        let is_removed = |uuid: &str, unproved: &UnprovedGpu| {
+        let is_removed = |uuid: &str, unproved: &GpuWithoutProof| {
             let is_listed = listed.as_ref().is_none_or(|survey| survey.gpus.iter().any(|gpu| gpu.info.uuid == uuid));
             !is_listed && booted.is_some() && unproved.boot_id.is_some() && booted != unproved.boot_id
         };
@@ -114,7 +115,7 @@ impl UnprovedGpus {
                     info!(gpu_uuid = uuid, "the machine does not have the GPU any more");
                 }
                 Some(why) => {
-                    next.insert(uuid.clone(), UnprovedGpu { why, ..unproved.clone() });
+                    next.insert(uuid.clone(), GpuWithoutProof { why, ..unproved.clone() });
                 }
             }
         }
@@ -130,8 +131,8 @@ impl UnprovedGpus {
 
     fn replace(
         &self,
-        gpus: &mut MutexGuard<'_, BTreeMap<String, UnprovedGpu>>,
-        next: BTreeMap<String, UnprovedGpu>,
+        gpus: &mut MutexGuard<'_, BTreeMap<String, GpuWithoutProof>>,
+        next: BTreeMap<String, GpuWithoutProof>,
     ) -> Result<(), FileError> {
         if **gpus != next {
             let text = serde_json::to_vec(&next).map_err(|error| FileError::at("write", &self.path)(error.into()))?;
@@ -141,7 +142,7 @@ impl UnprovedGpus {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, UnprovedGpu>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, GpuWithoutProof>> {
         self.gpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -156,8 +157,8 @@ pub fn prove(unproved: &UnprovedGpus, gpus: &Gpus) -> bool {
 
 /// The findings about these GPUs.
 #[must_use]
-pub fn conditions(gpus: &BTreeMap<String, UnprovedGpu>) -> Vec<Condition> {
-    let condition = |(uuid, unproved): (&String, &UnprovedGpu)| {
+pub fn conditions(gpus: &BTreeMap<String, GpuWithoutProof>) -> Vec<Condition> {
+    let condition = |(uuid, unproved): (&String, &GpuWithoutProof)| {
         let detail = format!("allocation {} has left, and {}", unproved.allocation_id, unproved.why);
         Condition::of_gpu(uuid, PROBE, CODE, detail)
     };

@@ -13,7 +13,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use chrono::Utc;
 use fake_nvml::{FakeFabric, FakeFabricVersion, FakeMachine};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::libc;
@@ -574,7 +573,7 @@ async fn clock_that_is_off_is_a_finding() {
     let seconds = found[0].detail.split(' ').find_map(|word| word.parse::<i64>().ok());
     assert!(seconds.is_some_and(|seconds| (780..=900).contains(&seconds)), "{found:?}");
     assert!(found[0].detail.contains(" behind "), "{found:?}");
-    assert!(found[0].first_at <= Utc::now());
+    assert!(found[0].first_at <= node.fake.now());
 }
 
 /// PyPI's client of the library, which operators and monitoring programs use.

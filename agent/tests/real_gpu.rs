@@ -228,7 +228,7 @@ async fn fault_of_a_program_on_a_real_gpu_is_an_xid_of_the_kernels_log_and_of_th
     let begun = Instant::now();
     let mut found = false;
     while !found {
-        found = log.take().xids.keys().any(|(at, xid)| *at == address && u64::from(*xid) == seen[0].0);
+        found = log.take().faults.keys().any(|kind| kind.pci_address == address && kind.code == seen[0].0.to_string());
         assert!(begun.elapsed() < Duration::from_secs(20), "the kernel's log has no line of it");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -254,11 +254,11 @@ fn page_of_metrics_is_what_the_source_declares() {
 }
 
 /// What a task type takes to be described beside its row in the source: the structure of its payload, its result and its deadline.
-const TASK_TYPES: [(&str, &str, &str, &str); 10] = [
+const TASK_TYPES: [(&str, &str, &str, &str); 9] = [
     (
         "allocation.provision",
         "Provision",
-        "the tenant's `user_name`, `home`, `authorized_keys_path`, `devices` and `isolation`; with the `system` executor also `uid`, `sudo` and `separated`",
+        "the tenant's `user_name`, `home`, `authorized_keys_path`, `devices` and `isolation`; with the `system` executor also `uid`, `sudo`, `separated` and `further_devices`",
         "`allocation.provisioning_timeout_seconds`",
     ),
     (

@@ -1,4 +1,4 @@
-//! Lines of the finalizer's log: one JSON object each, with the fields that the agent's lines have (`telemetry::LogLines`; specification,
+//! Lines of the finalizer's log: one JSON object each, with the fields that the agent's lines have (`telemetry::JsonLogLines`; specification,
 //! *Observability surface*). They are made here, since static programs are made of this crate, and have as few dependencies as possible. A
 //! test of the agent compares both.
 
@@ -31,12 +31,12 @@ impl Level {
 
 /// The fields that all lines of a process have.
 #[derive(Debug)]
-pub struct LogLines {
+pub struct JsonLogLines {
     target: &'static str,
     host: Vec<(&'static str, String)>,
 }
 
-impl LogLines {
+impl JsonLogLines {
     /// `target` names the program. The node's id is read from the agent's environment file, where one is known.
     pub fn new(target: &'static str, environment: impl Fn(&str) -> Option<String>, env_file: Option<&Path>) -> Self {
         let get = |name| environment(name).filter(|value| !value.trim().is_empty());
@@ -86,14 +86,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let env_file = folder.path().join("agent.env");
         std::fs::write(&env_file, "SVC_NODE_ID='0199e3f4-5c1b-7a00-8000-0c0ffee0c0de'\n").unwrap();
-        let lines = LogLines::new("gpuaas_finalizer", |_| None, Some(&env_file));
+        let lines = JsonLogLines::new("gpuaas_finalizer", |_| None, Some(&env_file));
         let line = lines.line(Level::Warn, "a \"quoted\"\nmessage", &[("error_code", "no_heartbeat")]);
         assert!(line.ends_with("}\n") && line.matches('\n').count() == 1, "{line}");
         let line: Value = serde_json::from_str(&line).unwrap();
         assert_eq!((&line["level"], &line["message"]), (&"WARN".into(), &"a \"quoted\"\nmessage".into()));
         assert_eq!((&line["host_role"], &line["service"]), (&"worker_compute".into(), &"node-agent".into()));
         assert_eq!(line["node_id"], "0199e3f4-5c1b-7a00-8000-0c0ffee0c0de");
-        let unknown = LogLines::new("gpuaas_finalizer", |_| None, Some(&folder.path().join("gone")));
+        let unknown = JsonLogLines::new("gpuaas_finalizer", |_| None, Some(&folder.path().join("gone")));
         let line: Value = serde_json::from_str(&unknown.line(Level::Info, "m", &[])).unwrap();
         assert_eq!(line.get("node_id"), None, "a line is written all the same");
     }

@@ -26,7 +26,7 @@ use wire::inventory::GpuInfo;
 use nvml_wrapper_sys::bindings::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES as NO_RESOURCES;
 
 use super::fabric::FabricFunctions;
-use super::places::{DRIVER_GPUS, Unreadable, described};
+use super::pci_addresses::{DRIVER_GPUS, Unreadable, described};
 use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, ProcessFault, Request, SurveyedGpu, cuda};
 
 /// With the number of its interface: the name without it belongs to development packages.

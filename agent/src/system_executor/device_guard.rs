@@ -191,7 +191,11 @@ impl DeviceGuard {
     /// The nodes of all GPUs, `nvidiaN`, in order of name.
     fn gpu_nodes(&self) -> io::Result<Vec<(PathBuf, fs::Metadata)>> {
         let mut nodes = Vec::new();
-        for entry in fs::read_dir(&self.devices)? {
+        let entries = match fs::read_dir(&self.devices) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(nodes),
+            entries => entries?,
+        };
+        for entry in entries {
             let entry = entry?;
             let name = entry.file_name();
             let minor = name.to_str().and_then(|name| name.strip_prefix("nvidia"));

@@ -278,13 +278,17 @@ fn machine_without_nftables_takes_tenants_and_says_that_loopback_is_shared() {
 /// A program through which root lets tenants log in, on a port of loopback.
 fn sshd() -> Child {
     let _ = fs::create_dir("/run/sshd");
-    for key in ["/root/host_key", "/root/key"] {
+    for key in ["/run/test_host_key", "/run/test_key"] {
         run("ssh-keygen", &["-q", "-t", "ed25519", "-N", "", "-f", key]);
     }
-    let config = "ListenAddress 127.0.0.1:2222\nHostKey /root/host_key\nPidFile none\nStrictModes no\nUsePAM no\n\
+    let config = "ListenAddress 127.0.0.1:2222\nHostKey /run/test_host_key\nPidFile none\nStrictModes no\nUsePAM no\n\
                   AuthorizedKeysFile /etc/ssh/gpuaas-keys/%u\n";
-    fs::write("/root/sshd_config", config).unwrap();
-    Command::new("/usr/sbin/sshd").args(["-D", "-e", "-f", "/root/sshd_config"]).stderr(Stdio::null()).spawn().unwrap()
+    fs::write("/run/test_sshd_config", config).unwrap();
+    Command::new("/usr/sbin/sshd")
+        .args(["-D", "-e", "-f", "/run/test_sshd_config"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
 }
 
 #[test]
@@ -301,12 +305,12 @@ fn ssh_forwarding_reaches_the_tenants_own_port_and_no_neighbours() {
         let uid = node.make(id, NAME, &[0]);
         node.make(next, NEIGHBOUR, &[1]);
         let mut sshd = sshd();
-        let key = fs::read_to_string("/root/key.pub").unwrap();
+        let key = fs::read_to_string("/run/test_key.pub").unwrap();
         for (id, name) in [(id, NAME), (next, NEIGHBOUR)] {
             node.system.reconcile_keys(&reconcile(id, name, &[key.trim()])).unwrap();
         }
         let forwards = |user: &str, seconds: u32| {
-            let options = "-F none -i /root/key -p 2222 -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \
+            let options = "-F none -i /run/test_key -p 2222 -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \
                            -o ConnectionAttempts=60";
             let script = format!("timeout {seconds} ssh {options} -W 127.0.0.1:{PORT} {user}@127.0.0.1 </dev/null");
             let ran = Command::new("sh").args(["-c", &script]).output().unwrap();

@@ -138,8 +138,8 @@ async fn certificate_is_renewed_when_it_is_due_by_the_control_planes_time() {
     for ahead in [TimeDelta::hours(24), -TimeDelta::hours(25)] {
         let (fake, folder) = (FakeControlPlane::start_ahead(ahead, VALIDITY).await, tempfile::tempdir().unwrap());
         // Of 120 s, 55 are over when it is issued: it is due after 5 to 17 s, and valid long enough for any machine.
-        (fake.behaviour().certificate_life, fake.behaviour().backdated_by) =
-            (TimeDelta::seconds(65), TimeDelta::seconds(55));
+        fake.behaviour().certificate_life = TimeDelta::seconds(65);
+        fake.behaviour().backdated_by = TimeDelta::seconds(55);
         let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
         agent.wait_for_message("enrolled").await;
         agent.kill_9();
@@ -147,7 +147,8 @@ async fn certificate_is_renewed_when_it_is_due_by_the_control_planes_time() {
         let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
         agent.wait_for_message("certificate renewed").await;
         validate(&fake).await;
-        assert_eq!((fake.calls().renewals, fake.calls().generation), (1, 1), "{ahead}");
+        let calls = fake.calls();
+        assert_eq!((calls.renewals, calls.generation), (1, 1), "{ahead}");
     }
 }
 
@@ -163,7 +164,8 @@ async fn certificate_that_has_expired_by_the_control_planes_time_is_recovered_on
         let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
         agent.wait_for_message("recovered").await;
         validate(&fake).await;
-        assert_eq!((fake.calls().generation, fake.calls().recoveries.len()), (2, 1), "{ahead}");
+        let calls = fake.calls();
+        assert_eq!((calls.generation, calls.recoveries.len()), (2, 1), "{ahead}");
     }
 }
 
@@ -282,7 +284,10 @@ async fn machines_clock_that_is_set_while_the_agent_runs_costs_no_task_and_no_re
 
 /// A bundle of the same node, and of a control plane with an old certificate.
 fn impostor(fake: &FakeControlPlane, folder: &Path, node_id: Uuid) -> BootstrapBundle {
-    BootstrapBundle { node_id, ..fake.bundle(folder) }
+    let bundle = fake.bundle(folder);
+    std::fs::create_dir_all(Path::new(&bundle.ca_bundle_path).parent().unwrap()).unwrap();
+    std::fs::write(&bundle.ca_bundle_path, &bundle.ca_bundle_pem).unwrap();
+    BootstrapBundle { node_id, ..bundle }
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use agent_package::chain;
-use agent_package::log_lines::{Level, LogLines};
+use agent_package::log_lines::{JsonLogLines, Level};
 use agent_package::update::{AgentUpdateOutcome, InstalledMachine, SystemFolders, UpdateFolder, finalize};
 use clap::Parser;
 
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     // The record is gone at the update's end.
     let record = UpdateFolder::of(&flags.install_root).record().ok().flatten();
     let env_file = record.as_ref().map(|record| record.env_file.as_path());
-    let log = LogLines::new("gpuaas_finalizer", |name| std::env::var(name).ok(), env_file);
+    let log = JsonLogLines::new("gpuaas_finalizer", |name| std::env::var(name).ok(), env_file);
     let folders = SystemFolders { units: flags.unit_folder, runtime_units: flags.runtime_unit_folder };
     let ended = InstalledMachine::open(&flags.install_root, folders).and_then(|mut machine| finalize(&mut machine));
     match ended {
@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn log_outcome(log: &LogLines, outcome: &AgentUpdateOutcome) {
+fn log_outcome(log: &JsonLogLines, outcome: &AgentUpdateOutcome) {
     let AgentUpdateOutcome { task_id, to, version, from, rolled_back } = outcome;
     let [task_id, to, from] = [task_id.to_string(), to.to_string(), from.to_string()];
     let known: [(&'static str, &str); 4] =

@@ -162,6 +162,10 @@ fn node_commands() -> Vec<node::Command> {
             attempt: 2,
             verdict: TaskOutcome::Succeeded { proof: Some(TENANT) },
             output: Some(json!({ "deep": [null, { "a": -1.5 }] })),
+            unproved: Some(Box::new(node::ProofGap {
+                checked_at: at(),
+                gpus: [("GPU-1".into(), "lost".into())].into(),
+            })),
         }
         .into(),
         Fact::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1, reimages: true }
