@@ -77,7 +77,9 @@ impl MachineProbe {
         }
         if let Some(offset) = clock_offset {
             let detail = format!("the machine's clock is {} the control plane's", describe_offset(offset));
-            found.push(Condition::of_machine("clock", "skew", detail));
+            // A clock that is set from one side to the other is another occurrence.
+            let side = if offset > TimeDelta::zero() { "ahead" } else { "behind" };
+            found.push(Condition::of_machine("clock", "skew", detail).with_state(side.to_owned()));
         }
         found.extend(late_reading("root", &self.root_state));
         found.extend(late_reading("state", &self.state_space));
