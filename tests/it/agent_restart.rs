@@ -164,12 +164,21 @@ async fn neither_proc_nor_systemd_shows_a_tenant_the_command_lines_of_others() {
     let mut cluster = TestCluster::start().await;
     let Some(machine) = Machine::boot(&mut cluster).await else { return cluster.shutdown().await };
     let container = &machine.container;
-    container
-        .run("systemd-run --quiet --slice=user-4242.slice --uid=4242 -- tail -f /dev/null --max-unchanged-stats=4242");
+    container.run(
+        "systemd-run --quiet --unit=neighbour --description=neighbour --slice=user-4242.slice -- \
+         setpriv --reuid=4242 --regid=4242 --clear-groups sleep 424242",
+    );
+    container.expect_property("neighbour.service", "SubState", "running").await;
     let looks = "{ cat /proc/*/cmdline | tr '\\0' ' '; systemctl status --no-pager user-4242.slice; busctl call \
                  org.freedesktop.systemd1 /org/freedesktop/systemd1 org.freedesktop.systemd1.Manager GetUnitProcesses s \
-                 user-4242.slice; } 2>/dev/null | grep -a -o 'unchanged-stat[s]' | wc -l";
-    assert_eq!(container.run(looks).trim(), "3", "root sees it each way");
+                 user-4242.slice; } 2>/dev/null | grep -a -o '42424[2]' | wc -l";
+    let seen = container.run(looks);
+    assert_eq!(
+        seen.trim(),
+        "3",
+        "root sees it each way: {}",
+        container.run("systemctl status --no-pager user-4242.slice")
+    );
     let allocation = cluster.rent(SKU, 1).await;
     allocation.expect_state("active").await;
     let (mut terminal, _) = cluster.terminal(allocation.id).await;
