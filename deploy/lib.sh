@@ -22,29 +22,6 @@ say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# part NAME COMMAND...: runs it, and keeps how long it took for print_parts. (Called plainly, never in a condition: there
-# bash would not stop at the first failure inside of a function.)
-parts=()
-current=
-part() {
-    local begin=$SECONDS
-    current=$1
-    shift
-    say "$current"
-    "$@"
-    parts+=("$(printf '%6d s  %s' "$((SECONDS - begin))" "$current")")
-    current=
-}
-print_parts() {
-    say "all passed"
-    printf '%s\n' "${parts[@]}" "$(printf '%6d s  together' "$SECONDS")"
-}
-# For `trap report_part EXIT`.
-report_part() {
-    local status=$?
-    [ "$status" -eq 0 ] || [ -z "$current" ] || printf '%s\n' "${parts[@]}" "gpuaas: failed after $SECONDS s: $current" >&2
-}
-
 # at_least HAVE WANT: compares dotted versions.
 at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$2" ]; }
 

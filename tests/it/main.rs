@@ -9,6 +9,7 @@ mod allocation_release;
 mod api_docs_page;
 mod audit_log;
 mod backup;
+mod bench_comparison;
 mod billing;
 mod billing_chaos;
 mod billing_faults;
