@@ -26,6 +26,7 @@ pub mod opaque_token;
 pub(crate) mod openid_claims;
 pub mod openid_provider;
 pub mod platform_role_metrics;
+pub mod role_claims;
 pub mod signed_tokens;
 mod token_verification;
 
@@ -33,10 +34,8 @@ use browser_session::SessionReader;
 use claims::ClaimPaths;
 pub use jsonwebtoken::Algorithm;
 use jwks::Jwks;
+use role_claims::{RemarkLog, RoleRules};
 use signed_tokens::service_account::ServiceTokens;
-
-/// The role that administrators have (service specification, "Authentication").
-pub const ADMIN: &str = "admin";
 
 /// The longest token read, in bytes.
 const MAX_TOKEN_LEN: usize = 16 * 1024;
@@ -61,7 +60,7 @@ pub enum RevocableLogin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub user_id: UserId,
-    pub roles: BTreeSet<String>,
+    pub roles: BTreeSet<TokenRole>,
     pub org_id: Option<OrgId>,
     pub project_id: Option<ProjectId>,
     pub plan: Option<String>,
@@ -79,19 +78,14 @@ pub struct Caller {
 impl Caller {
     #[must_use]
     pub fn is_admin(&self) -> bool {
-        self.roles.contains(ADMIN)
+        self.roles.contains(&TokenRole::Admin)
     }
 
-    /// The caller as the domain knows callers: of the roles in the token, those that this service defines.
+    /// The caller as the domain knows callers.
     #[must_use]
     pub fn into_identity(self) -> CallerIdentity {
-        let role = |name: &String| match name.as_str() {
-            ADMIN => Some(TokenRole::Admin),
-            "user" => Some(TokenRole::User),
-            _ => None,
-        };
         CallerIdentity {
-            roles: self.roles.iter().filter_map(role).collect(),
+            roles: self.roles,
             user_id: self.user_id,
             org_id: self.org_id,
             project_id: self.project_id,
@@ -130,11 +124,12 @@ pub struct Admin(pub Caller);
 pub struct TokenRules {
     /// Exactly the `iss` claim.
     pub issuer: String,
-    /// At least one of them is in `aud`.
+    /// At least one of them is in the claim of [`ClaimPaths::audience`].
     pub audiences: Vec<String>,
     /// Asymmetric ones only.
     pub algorithms: Vec<Algorithm>,
     pub claims: ClaimPaths,
+    pub roles: RoleRules,
     /// How far the provider's clock may be ahead, for `nbf` and `iat`. `exp` has no leeway.
     pub leeway: Duration,
     /// The provider's client as which `gpuctl` logs people in. Tokens of other clients are good, too.
@@ -157,6 +152,7 @@ impl TokenRules {
             audiences: vec![audience.into()],
             algorithms: Self::ALGORITHMS.to_vec(),
             claims: ClaimPaths::default(),
+            roles: RoleRules::default(),
             leeway: Duration::seconds(60),
             client_id: "gpuctl".to_owned(),
         }
@@ -169,12 +165,13 @@ pub struct Authenticator {
     jwks: Jwks,
     service_tokens: Option<ServiceTokens>,
     browser_sessions: Option<SessionReader>,
+    remarks: RemarkLog,
 }
 
 impl Authenticator {
     #[must_use]
     pub fn new(rules: TokenRules, jwks: Jwks) -> Self {
-        Self { rules, jwks, service_tokens: None, browser_sessions: None }
+        Self { rules, jwks, service_tokens: None, browser_sessions: None, remarks: RemarkLog::default() }
     }
 
     /// Accepts the tokens that the control plane signs for service accounts, too.
@@ -271,7 +268,10 @@ pub(crate) fn bearer(headers: &HeaderMap) -> Result<&str, ApiError> {
         return Err(not_bearer());
     }
     if token.len() > MAX_TOKEN_LEN {
-        let why = format!("a token of {} bytes", token.len());
+        let why = format!(
+            "a token of {} bytes, and at most {MAX_TOKEN_LEN} are read: leave long lists, such as groups, out of access tokens",
+            token.len()
+        );
         return Err(
             challenge("The access token is too long; get one from the identity provider.", INVALID).because(why)
         );

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+pub(crate) mod captured_log;
 mod test_runtime;
 
 use crate::agent_package::AgentPackage;

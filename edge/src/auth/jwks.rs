@@ -75,7 +75,9 @@ pub enum JwksError {
     Client(String),
     #[error("{url} could not be fetched: {reason}")]
     Fetch { url: String, reason: String },
-    #[error("the discovery document is of issuer {0}")]
+    #[error(
+        "the discovery document is of issuer {0}; SVC_OIDC_ISSUER has to be exactly the issuer in it, with or without a slash at its end"
+    )]
     ForeignIssuer(String),
     #[error("{0} has no usable keys")]
     NoKeys(String),

@@ -94,7 +94,7 @@ impl Expected<'_> {
         if is_over || issued_at + LOGOUT_MAX_AGE <= self.now {
             return Err(OpenIdFault::Expired);
         }
-        let jti = text(claims, "jti")?.ok_or_else(|| TokenFault::Claim("jti".to_owned()))?;
+        let jti = text(claims, "jti")?.ok_or_else(|| TokenFault::Claim("`jti` is missing".to_owned()))?;
         let (subject, provider_session) = (text(claims, "sub")?, text(claims, "sid")?);
         if subject.is_none() && provider_session.is_none() {
             return Err(OpenIdFault::NoSubject);
@@ -121,7 +121,7 @@ impl Expected<'_> {
     }
 
     fn issued_at(&self, claims: &Map<String, Value>) -> Result<DateTime<Utc>, OpenIdFault> {
-        let issued_at = read_seconds(claims, "iat")?.ok_or_else(|| TokenFault::Claim("iat".to_owned()))?;
+        let issued_at = read_seconds(claims, "iat")?.ok_or_else(|| TokenFault::Claim("`iat` is missing".to_owned()))?;
         if issued_at > self.now + self.leeway { Err(OpenIdFault::NotYet) } else { Ok(issued_at) }
     }
 }

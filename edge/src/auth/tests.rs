@@ -1,5 +1,6 @@
 mod hostile;
 mod openid;
+mod provider_tokens;
 
 use axum::{Router, body::Body, extract::Request, routing::get};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
@@ -12,6 +13,7 @@ use x509_parser::{prelude::FromDer, public_key::PublicKey, x509::SubjectPublicKe
 
 use super::{jwks::JwksSettings, *};
 use crate::http::correlation::{RequestScope, Service};
+use crate::testing::captured_log::CapturedLog;
 use crate::testing::{body_json, install_crypto};
 
 /// A key of the provider: what it publishes and what it signs with.
@@ -170,7 +172,7 @@ async fn token_of_each_algorithm_authenticates_its_caller() {
             (caller.user_id.as_str(), caller.org_id.as_deref(), caller.plan.as_deref()),
             ("ann", Some("acme"), Some("gold"))
         );
-        assert!(caller.roles.contains("user") && !caller.is_admin());
+        assert_eq!(caller.roles, [TokenRole::User].into());
         assert!(caller.token_expires_at > Utc::now());
     }
     assert_eq!(provider.fetches().await, 1);
@@ -231,16 +233,24 @@ async fn token_with_invalid_claims_is_refused() {
         ("sub with a control character", set("sub", json!("ann\u{0}"))),
         ("sub with a line end", set("sub", json!("ann\nadmin"))),
         ("org of a wrong type", set("org_id", json!(["acme"]))),
-        ("roles of a wrong type", set("realm_access", json!({"roles": "admin"}))),
-        ("a role of a wrong type", set("realm_access", json!({"roles": [1]}))),
         ("an id token", set("typ", json!("ID"))),
         ("a refresh token", set("typ", json!("Refresh"))),
+        ("an id token of Cognito", set("token_use", json!("id"))),
     ] {
         assert!(authenticator.verify(&token, at).await.is_err(), "{what}");
     }
     for (what, token) in [
         ("audience as text", set("aud", json!("gpuaas"))),
         ("no roles", without("realm_access")),
+        ("roles of another type", set("realm_access", json!({"roles": 7}))),
+        ("a role of another type", set("realm_access", json!({"roles": [1]}))),
+        (
+            "empty organization and plan",
+            provider.token_at(now, |claims| {
+                claims["org_id"] = json!("");
+                claims["plan"] = json!("");
+            }),
+        ),
         ("exp with a fraction", set("exp", json!(now as f64 + 300.5))),
         ("exactly 24 hours", set("exp", json!(now + 86_400))),
         ("nbf within the leeway", set("nbf", json!(now + 30))),
@@ -487,11 +497,13 @@ fn a_claim_path_may_be_a_name_with_dots() {
     let claims = json!({
         "iss": "i", "aud": "a", "exp": Utc::now().timestamp() + 60, "sub": "ann",
         "https://gpu.example/roles": ["admin"], "nested": {"org": {"id": "acme"}},
+        "https://gpu.example/app": {"my.plan": {"name": "gold"}},
     });
     let mut rules = TokenRules::new("i", "a");
     rules.claims.roles = "https://gpu.example/roles".into();
     rules.claims.org_id = "nested.org.id".into();
-    let caller = claims::read(claims.as_object().unwrap(), &rules, Utc::now()).unwrap();
-    assert!(caller.is_admin());
-    assert_eq!(caller.org_id.as_deref(), Some("acme"));
+    rules.claims.plan = "https://gpu.example/app.my.plan.name".into();
+    let (caller, remark) = claims::read(claims.as_object().unwrap(), &rules, Utc::now()).unwrap();
+    assert!(caller.is_admin() && remark.is_none());
+    assert_eq!((caller.org_id.as_deref(), caller.plan.as_deref()), (Some("acme"), Some("gold")));
 }

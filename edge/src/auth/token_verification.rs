@@ -32,13 +32,17 @@ impl Authenticator {
                     INVALID,
                 ),
                 TokenFault::Malformed
+                | TokenFault::Encrypted
                 | TokenFault::Algorithm
                 | TokenFault::KeyId
                 | TokenFault::Header
+                | TokenFault::Kind(_)
                 | TokenFault::UnknownKey
                 | TokenFault::Signature
                 | TokenFault::Issuer
+                | TokenFault::ForeignIssuer(_)
                 | TokenFault::Audience
+                | TokenFault::ForeignAudience(_)
                 | TokenFault::NotYet
                 | TokenFault::TooLong
                 | TokenFault::Claim(_) => {
@@ -105,10 +109,14 @@ impl Authenticator {
             return tokens.caller(&token, now).await;
         }
         self.verify_provider_signature(&token).await?;
-        claims::read(&token.claims()?, &self.rules, now)
+        let (caller, remark) = claims::read(&token.claims()?, &self.rules, now)?;
+        if let Some(remark) = remark {
+            self.remarks.write(&remark);
+        }
+        Ok(caller)
     }
 
-    async fn verify_provider_signature(&self, token: &UnverifiedToken<'_>) -> Result<(), TokenFault> {
+    pub(super) async fn verify_provider_signature(&self, token: &UnverifiedToken<'_>) -> Result<(), TokenFault> {
         let algorithm = token.algorithm(&self.rules.algorithms)?;
         let keys = self.jwks.keys_for(&token.kid, algorithm).await.map_err(TokenFault::NoKeys)?;
         if keys.is_empty() {

@@ -1,5 +1,9 @@
 //! The settings of the identity provider and its tokens.
 
+#[cfg(test)]
+mod provider_pages;
+mod token_claims;
+
 use super::variables::Variables;
 use edge::auth::internal_route_auth::InternalToken;
 use edge::auth::jwks::{Jwks, JwksSettings};
@@ -26,11 +30,7 @@ pub(super) fn identity(variables: &mut Variables<'_>) -> IdentityConfig {
         "SVC_OIDC_ISSUER",
         "the identity provider's issuer URL, exactly as tokens name it, for example https://login.example/realms/gpu",
     );
-    if !issuer.is_empty()
-        && let Err(error) = Jwks::new(JwksSettings::new(issuer.clone()))
-    {
-        variables.wrong(format!("SVC_OIDC_ISSUER cannot be used: {error}"));
-    }
+    check_issuer(variables, &issuer);
     let audiences =
         variables.required("SVC_OIDC_AUDIENCE", "the audience that tokens must name, or several with commas");
     let is_set = !audiences.is_empty();
@@ -44,24 +44,44 @@ pub(super) fn identity(variables: &mut Variables<'_>) -> IdentityConfig {
     if !named.is_empty() {
         rules.algorithms = named.iter().filter_map(|name| algorithm(variables, name)).collect();
     }
-    let claims = &mut rules.claims;
-    for (name, path) in [
-        ("SVC_OIDC_CLAIM_USER_ID", &mut claims.user_id),
-        ("SVC_OIDC_CLAIM_ROLES", &mut claims.roles),
-        ("SVC_OIDC_CLAIM_ORG_ID", &mut claims.org_id),
-        ("SVC_OIDC_CLAIM_PROJECT_ID", &mut claims.project_id),
-        ("SVC_OIDC_CLAIM_PLAN", &mut claims.plan),
-    ] {
-        if let Some(configured) = variables.optional(name) {
-            *path = configured;
-        }
-    }
+    token_claims::paths(variables, &mut rules.claims);
+    rules.roles = token_claims::roles(variables);
     if let Some(client_id) = variables.optional("SVC_OIDC_CLIENT_ID") {
         rules.client_id = client_id;
     }
     let jwks_refresh_token = internal_token(variables, "INTERNAL_JWKS_REFRESH_TOKEN");
     let console = console(variables);
     IdentityConfig { ca: variables.optional_certificates(CA), rules, console, jwks_refresh_token }
+}
+
+/// Refuses addresses that no token has in `iss`.
+fn check_issuer(variables: &mut Variables<'_>, issuer: &str) {
+    const NAME: &str = "SVC_OIDC_ISSUER";
+    if issuer.is_empty() {
+        return;
+    }
+    if let Err(error) = Jwks::new(JwksSettings::new(issuer)) {
+        return variables.wrong(format!("{NAME} cannot be used: {error}"));
+    }
+    if let Some((issuer, _)) = issuer.split_once("/.well-known/") {
+        return variables.wrong(format!(
+            "{NAME} is the address of the discovery document; it must be the `issuer` in that document, probably {issuer:?}"
+        ));
+    }
+    if issuer.contains(['?', '#']) || issuer.contains(char::is_whitespace) {
+        return variables.wrong(format!("{NAME} is {issuer:?}; an issuer has no query, no fragment and no blanks"));
+    }
+    // Entra ID's addresses for every tenant: their discovery document has the issuer `…/{tenantid}/v2.0`, which no token has, and whose tokens
+    // any organization's users get.
+    let url = reqwest::Url::parse(issuer).ok();
+    let is_entra = url.as_ref().and_then(reqwest::Url::host_str).is_some_and(|host| host.contains("microsoftonline."));
+    let tenant = url.as_ref().and_then(|url| url.path_segments()?.next()).unwrap_or_default();
+    if is_entra && (["common", "organizations", "consumers"].contains(&tenant) || issuer.contains('{')) {
+        variables.wrong(format!(
+            "{NAME} is {issuer:?}, which is the address of every tenant of Entra ID; it must be that of your own, \
+             https://login.microsoftonline.com/TENANT-ID/v2.0 with the id of the tenant"
+        ));
+    }
 }
 
 /// The client as which people log in to the web console.
@@ -167,12 +187,17 @@ mod tests {
     }
 
     #[test]
-    fn shared_secret_missing_algorithm_and_guessable_token_are_refused_by_name() {
+    fn unusable_issuer_shared_secret_and_guessable_token_are_refused_by_name() {
         for (name, value) in [
             ("SVC_OIDC_ISSUER", "http://idp.example"),
             ("SVC_OIDC_ALGORITHMS", "HS256"),
             ("SVC_OIDC_ALGORITHMS", "none"),
             ("SVC_OIDC_ALGORITHMS", "ES256,es256"),
+            ("SVC_OIDC_ISSUER", "https://idp.example/realms/gpu/.well-known/openid-configuration"),
+            ("SVC_OIDC_ISSUER", "https://idp.example/?realm=gpu"),
+            ("SVC_OIDC_ISSUER", "https://login.microsoftonline.com/common/v2.0"),
+            ("SVC_OIDC_ISSUER", "https://login.microsoftonline.com/organizations/v2.0"),
+            ("SVC_OIDC_ISSUER", "https://login.microsoftonline.com/{tenantid}/v2.0"),
             ("SVC_OIDC_AUDIENCE", " , "),
             ("SVC_OIDC_CA_PATH", "/nowhere/ca.pem"),
             ("INTERNAL_JWKS_REFRESH_TOKEN", "changeme"),

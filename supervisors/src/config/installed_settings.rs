@@ -108,7 +108,8 @@ impl InstalledSettings {
     /// What keeps `gpuaas serve` from starting with them.
     #[must_use]
     pub fn problems(&self) -> Vec<Problem> {
-        let find = |name: &str| self.get(name);
+        // Blank values, too: some settings may not be blank.
+        let find = |name: &str| self.values.get(name).cloned();
         let mut problems = self.line_problems.clone();
         if let Err(error) = Config::gather(&self.roles(), &find) {
             problems.extend(error.problems);

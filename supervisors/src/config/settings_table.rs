@@ -122,8 +122,11 @@ pub const SECTIONS: &[Section] = &[
         settings: &[
             setting(&["SVC_OIDC_ISSUER"], "the issuer, exactly as tokens name it in `iss`; HTTPS, or HTTP on this machine", "required"),
             setting(&["SVC_OIDC_AUDIENCE"], "what tokens must name in `aud`; several with commas, one of them is enough", "required"),
+            setting(&["SVC_OIDC_CLAIM_AUDIENCE"], "the claim that names it, where the provider's access tokens have no `aud`", "`aud`"),
             setting(&["SVC_OIDC_CLAIM_USER_ID"], "the claim with the user's id", "`sub`"),
-            setting(&["SVC_OIDC_CLAIM_ROLES"], "the claim with the list of roles, of which the service uses `user` and `admin`", "`realm_access.roles`"),
+            setting(&["SVC_OIDC_CLAIM_ROLES"], "the claim with the roles: a list, a text, or an object of organizations; its name, or the path to it with dots", "`realm_access.roles`"),
+            setting(&["SVC_OIDC_ROLE_MAPPING"], "which names of the provider grant the roles `user` and `admin`: `NAME=ROLE` with commas, or as JSON, `{\"NAME\": \"ROLE\"}`, for names with commas. No other name grants one then", "`user=user,admin=admin`"),
+            setting(&["SVC_OIDC_ROLE_SEPARATOR"], "what separates the roles where the claim is one text: `space`, `comma`, `semicolon`, or a sign", "one text is one role; `scope` and `scp` are separated by blanks"),
             setting(&["SVC_OIDC_CLAIM_ORG_ID", "SVC_OIDC_CLAIM_PROJECT_ID", "SVC_OIDC_CLAIM_PLAN"], "the claims with organisation, project and plan", "`org_id`, `project_id`, `plan`"),
             setting(&["SVC_OIDC_ALGORITHMS"], "by which algorithms it may sign, with commas", "RS256, RS384, PS256, ES256, ES384, EdDSA"),
             setting(&["SVC_OIDC_CA_PATH"], "authorities for its certificate, PEM, beside the system's", "the system's alone"),

@@ -81,6 +81,12 @@ impl<'a> Variables<'a> {
         (self.find)(name).filter(|value| !value.trim().is_empty())
     }
 
+    /// The value, a blank one included: for a setting where a blank one is a mistake.
+    pub(super) fn assigned(&self, name: &str) -> Option<String> {
+        debug_assert!(settings_table::is_known(name), "{name} has no row in the table of settings");
+        (self.find)(name)
+    }
+
     /// `what` describes a valid value, for the message.
     pub(super) fn required(&mut self, name: &str, what: &str) -> String {
         self.optional(name).unwrap_or_else(|| {

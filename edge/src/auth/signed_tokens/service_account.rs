@@ -5,7 +5,6 @@
 //! every replica refuses a revoked key from the moment the revocation was answered. The account's permissions are read from there too.
 
 use chrono::{DateTime, Duration, Utc};
-use domain::authz::TokenRole;
 use domain::service_account::ServiceAccount;
 use domain::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
 use persistence::{Reads, StoreError};
@@ -15,7 +14,7 @@ use uuid::Uuid;
 
 use super::{sign, verify};
 use crate::auth::claims::{TokenFault, UnverifiedToken, read_times};
-use crate::auth::{ADMIN, ActingServiceAccount, Caller};
+use crate::auth::{ActingServiceAccount, Caller};
 use crate::http::error::ApiError;
 use crate::trust::current_keys::CurrentKeys;
 
@@ -106,7 +105,7 @@ impl ServiceTokens {
         let owner = account.owner;
         Ok(Caller {
             user_id: owner.user_id,
-            roles: account.roles.iter().map(|role| name_of(*role).to_owned()).collect(),
+            roles: account.roles,
             org_id: owner.org_id,
             project_id: owner.project_id,
             plan: owner.plan,
@@ -141,12 +140,5 @@ impl ServiceTokens {
             tracing::error!(entity.id = %entity.id, %error, "a service account cannot be read; its tokens are refused");
         });
         Ok(account.ok().filter(ServiceAccount::is_active))
-    }
-}
-
-const fn name_of(role: TokenRole) -> &'static str {
-    match role {
-        TokenRole::User => "user",
-        TokenRole::Admin => ADMIN,
     }
 }

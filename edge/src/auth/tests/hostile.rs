@@ -389,21 +389,6 @@ async fn request_has_one_authorization_header_with_one_bounded_token() {
     }
 }
 
-/// The log of a request.
-#[derive(Clone, Default)]
-struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
-
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn a_failed_authentication_is_logged_at_warn_with_its_reason_and_without_the_token() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
@@ -415,27 +400,28 @@ async fn a_failed_authentication_is_logged_at_warn_with_its_reason_and_without_t
     let foreign = provider.token(|claims| claims["aud"] = json!("another"));
     let attacker = key("k", Algorithm::EdDSA);
     let forged = sign(&header_of(&attacker), &provider.claims(), &attacker);
+    let without_subject = provider.token(|claims| claims["sub"] = json!({"secret": "hunter2"}));
+    let encrypted = format!("{}.x.x.x.x", b64(br#"{"alg":"dir","enc":"A256GCM"}"#));
     for (token, reason) in [
         (&expired, "the token has expired"),
-        (&foreign, "another audience"),
+        (&foreign, "another audience: claim `aud` has none of SVC_OIDC_AUDIENCE"),
+        (&without_subject, "claim `sub` is an object, and has to be a text (SVC_OIDC_CLAIM_USER_ID)"),
+        (&encrypted, "the token is encrypted"),
         (&forged, "signature does not verify"),
         (&"not-even-a-token".to_owned(), "no signed JSON Web Token"),
     ] {
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
         let request =
             Request::get("/me").header("authorization", format!("Bearer {token}")).body(Body::empty()).unwrap();
-        let guard = tracing::subscriber::set_default(subscriber);
+        let (log, guard) = CapturedLog::start();
         let answer = router.clone().oneshot(request).await.unwrap();
         drop(guard);
         assert_eq!(answer.status(), 401);
-        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let text = log.text();
         let line = text
             .lines()
             .find(|line| line.contains("unauthenticated"))
             .unwrap_or_else(|| panic!("nothing logged: {text}"));
         assert!(line.contains("\"WARN\"") && line.contains(reason) && line.contains("401"), "{line}");
-        assert!(!text.contains(token.as_str()), "{text}");
+        assert!(!text.contains(token.as_str()) && !text.contains("hunter2"), "{text}");
     }
 }
