@@ -28,6 +28,7 @@ pub mod openid_provider;
 pub mod platform_role_metrics;
 pub mod role_claims;
 pub mod signed_tokens;
+mod token_report;
 mod token_verification;
 
 use browser_session::SessionReader;
@@ -36,6 +37,7 @@ pub use jsonwebtoken::Algorithm;
 use jwks::Jwks;
 use role_claims::{RemarkLog, RoleRules};
 use signed_tokens::service_account::ServiceTokens;
+pub use token_report::TokenReport;
 
 /// The longest token read, in bytes.
 const MAX_TOKEN_LEN: usize = 16 * 1024;

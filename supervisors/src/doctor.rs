@@ -1,6 +1,7 @@
 //! `gpuaas doctor`: looks at everything that a replica needs, and says what to do about what is wrong. It changes nothing, and what hangs is
 //! a finding.
 
+mod access_token;
 mod certificates;
 mod host;
 pub(crate) mod nats;
@@ -24,6 +25,10 @@ pub struct DoctorArgs {
     /// unit passes them.
     #[arg(long, value_name = "FILE")]
     env_file: Option<PathBuf>,
+    /// A file with an access token of the identity provider: with it the check `access-token` says how this service reads it, or which claim and
+    /// setting refuse it.
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
     #[arg(long, value_enum, default_value_t)]
     output: DoctorOutput,
 }
@@ -41,13 +46,17 @@ const LOCAL: Duration = Duration::from_secs(5);
 /// A connection, and a few requests.
 const REMOTE: Duration = Duration::from_secs(15);
 
+/// What to do where a server does not answer within that.
+const NETWORK: &str =
+    "it accepts connections and does not answer: look at its log and its load, restart it if it hangs";
+
 /// Prints the findings, and returns 0 where nothing is wrong, 1 for warnings, 2 for errors.
 ///
 /// # Errors
 /// Where standard output cannot be written to.
 pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     let settings = InstalledSettings::open(args.env_file.as_deref());
-    let report = diagnose(settings).await?;
+    let report = diagnose(settings, args.token_file).await?;
     let mut out = std::io::stdout().lock();
     match args.output {
         DoctorOutput::Text => write!(out, "{}", report.as_text())?,
@@ -56,14 +65,20 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(report.level() as u8))
 }
 
-/// Runs all checks, within the longest of their limits.
+/// Runs all checks, within the longest of their limits; with a file that has an access token, that of the token, too.
 ///
 /// # Errors
 /// Where no thread can be started.
-pub async fn diagnose(settings: InstalledSettings) -> anyhow::Result<DiagnosticReport> {
+pub async fn diagnose(settings: InstalledSettings, token_file: Option<PathBuf>) -> anyhow::Result<DiagnosticReport> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
+    let settings = Arc::new(settings);
+    let mut checks = checks(Arc::clone(&settings));
+    checks.extend(token_file.map(|file| {
+        let examination = access_token::examine(settings, file);
+        DiagnosticCheck::new("access-token", "how a token is read", REMOTE, NETWORK, examination)
+    }));
     std::thread::Builder::new().spawn(move || {
-        let _ = sender.send(examine("gpuaas", env!("CARGO_PKG_VERSION"), checks(Arc::new(settings))));
+        let _ = sender.send(examine("gpuaas", env!("CARGO_PKG_VERSION"), checks));
     })?;
     Ok(receiver.await?)
 }
@@ -71,8 +86,6 @@ pub async fn diagnose(settings: InstalledSettings) -> anyhow::Result<DiagnosticR
 /// The table of checks.
 fn checks(settings: Arc<InstalledSettings>) -> Vec<DiagnosticCheck> {
     const DISK: &str = "a file system does not answer: look for a dead network mount in the paths of the settings";
-    const NETWORK: &str =
-        "it accepts connections and does not answer: look at its log and its load, restart it if it hangs";
     let local = |name, subject, look: fn(&InstalledSettings) -> Vec<_>| {
         let settings = Arc::clone(&settings);
         DiagnosticCheck::blocking(name, subject, LOCAL, DISK, move || look(&settings))

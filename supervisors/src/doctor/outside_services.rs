@@ -2,7 +2,7 @@
 //! the log store. Nothing is changed at any of them.
 
 use crate::config::installed_settings::InstalledSettings;
-use edge::auth::jwks::{Jwks, JwksSettings};
+use edge::auth::jwks::{Jwks, JwksError, JwksSettings};
 use std::sync::Arc;
 use std::time::Duration;
 use telemetry::diagnosis::DiagnosticFinding;
@@ -20,13 +20,20 @@ pub(super) async fn identity_provider(settings: Arc<InstalledSettings>) -> Vec<D
     let Some(issuer) = settings.get("SVC_OIDC_ISSUER") else {
         return vec![DiagnosticFinding::error("SVC_OIDC_ISSUER is not set", "set it; see The identity provider")];
     };
-    let authorities_pem = read(settings.outside_services().identity.ca.as_ref());
-    let settings = JwksSettings { authorities_pem, timeout: REQUEST_TIMEOUT, ..JwksSettings::new(issuer.clone()) };
-    let keys = match Jwks::new(settings) {
+    let keys = match provider_keys(&settings, &issuer) {
         Ok(jwks) => jwks.refresh().await.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
     };
     vec![judge_keys(&issuer, keys)]
+}
+
+/// The keys of the identity provider, not fetched yet.
+///
+/// # Errors
+/// Where the issuer or its authorities cannot be used.
+pub(super) fn provider_keys(settings: &InstalledSettings, issuer: &str) -> Result<Jwks, JwksError> {
+    let authorities_pem = read(settings.outside_services().identity.ca.as_ref());
+    Jwks::new(JwksSettings { authorities_pem, timeout: REQUEST_TIMEOUT, ..JwksSettings::new(issuer) })
 }
 
 fn judge_keys(issuer: &str, keys: Result<usize, String>) -> DiagnosticFinding {

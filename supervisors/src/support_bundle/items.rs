@@ -86,7 +86,7 @@ pub(super) fn table(settings: &Arc<InstalledSettings>, args: &SupportBundleArgs)
 fn doctor(settings: &Arc<InstalledSettings>) -> Collecting {
     let settings = InstalledSettings::clone(settings);
     Box::pin(async move {
-        let report = crate::doctor::diagnose(settings).await.map_err(|error| error.to_string())?;
+        let report = crate::doctor::diagnose(settings, None).await.map_err(|error| error.to_string())?;
         Ok(pretty(&report.as_json()))
     })
 }

@@ -481,13 +481,17 @@ _gpuaas() {
             return 0
             ;;
         gpuaas__subcmd__doctor)
-            opts="-h --env-file --output --help"
+            opts="-h --env-file --token-file --output --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
             fi
             case "${prev}" in
                 --env-file)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --token-file)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;

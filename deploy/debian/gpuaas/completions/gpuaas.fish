@@ -46,6 +46,7 @@ complete -c gpuaas -n "__fish_gpuaas_using_subcommand serve" -s h -l help -d 'Pr
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand config" -l check -d 'Check the settings of this environment file, and the files that they name; nothing is connected to. Variables that the file does not set are taken from this command\'s environment' -r -F
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand config" -s h -l help -d 'Print help'
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l env-file -d 'The environment file of the service. Without it: that of the Debian package, /etc/gpuaas/gpuaas.env, unless this command\'s environment has SVC_DATABASE_URL. What the file does not set is taken from the environment; kek, tls.pem and tls.key beside it are taken as the unit passes them' -r -F
+complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l token-file -d 'A file with an access token of the identity provider: with it the check `access-token` says how this service reads it, or which claim and setting refuse it' -r -F
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l output -r -f -a "text\t''
 json\t''"
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -s h -l help -d 'Print help'
