@@ -29,6 +29,7 @@ mod payment_webhook;
 mod payments;
 mod platform_roles;
 mod policies;
+mod provider_logins;
 mod refunds;
 mod replayed_responses;
 mod request_strictness;

@@ -4,9 +4,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC};
 use reqwest::{Client, RequestBuilder};
 use secrecy::{ExposeSecret as _, SecretString};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 use thiserror::Error;
 use tokio::time::Instant;
 use url::Url;
@@ -20,6 +22,13 @@ const MAX_BYTES: usize = 256 * 1024;
 const METADATA_MAX_AGE: Duration = Duration::from_secs(300);
 /// The longest error code that is taken from the provider.
 const MAX_ERROR: usize = 64;
+
+/// Errors that are a decision on the user's login, which the user has to repeat: RFC 6749, section 5.2, and OpenID Connect Core 1.0, section
+/// 3.1.2.6, which Entra ID answers refreshes with.
+const DECISIONS: [&str; 4] = ["invalid_grant", "interaction_required", "login_required", "consent_required"];
+
+/// What is encoded in client credentials. The unreserved characters (RFC 3986, section 2.3) are not: some providers do not decode.
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
 /// As what the control plane logs people in to the web console.
 #[derive(Clone, Debug)]
@@ -52,7 +61,23 @@ pub(crate) struct IssuedTokens {
     pub(crate) access_token: SecretString,
     pub(crate) refresh_token: Option<SecretString>,
     pub(crate) id_token: Option<SecretString>,
+    /// In seconds.
+    #[serde(default, deserialize_with = "seconds")]
     pub(crate) expires_in: Option<u32>,
+}
+
+/// A number of seconds: a whole number, with a fraction, or as text. Providers write all three; an unreadable one counts as missing, since
+/// the tokens beside it are issued once.
+fn seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    let seconds = match Value::deserialize(deserializer)? {
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => text.trim().parse().ok(),
+        _ => None,
+    };
+    let seconds = seconds.filter(|seconds| (0.0..=f64::from(u32::MAX)).contains(seconds));
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let seconds = seconds.map(|seconds| seconds as u32);
+    Ok(seconds)
 }
 
 /// Why the provider issued no tokens.
@@ -171,11 +196,15 @@ impl OpenIdProvider {
         match status {
             200 => serde_json::from_slice(&body)
                 .map_err(|_| ProviderFault::Away("its answer with tokens cannot be read".to_owned())),
-            // The client itself is refused: that is the operator's to correct, and no decision on this user.
-            400 => match serde_json::from_slice::<Refusal>(&body) {
-                Ok(Refusal { error }) if error == "invalid_grant" => Err(ProviderFault::Refused(error)),
-                Ok(Refusal { error }) => Err(ProviderFault::Away(error.chars().take(MAX_ERROR).collect())),
-                Err(_) => Err(ProviderFault::Away("its refusal cannot be read".to_owned())),
+            // 400 by RFC 6749, section 5.2; Auth0 answers 403 to a refresh token that has ended.
+            400..=499 => match serde_json::from_slice::<Refusal>(&body) {
+                Ok(Refusal { error }) if DECISIONS.contains(&error.as_str()) => Err(ProviderFault::Refused(error)),
+                // The client itself is refused: that is the operator's to correct, and no decision on this user.
+                Ok(Refusal { error }) => {
+                    let error: String = error.chars().take(MAX_ERROR).collect();
+                    Err(ProviderFault::Away(format!("{error} (status {status})")))
+                }
+                Err(_) => Err(ProviderFault::Away(format!("its refusal cannot be read (status {status})"))),
             },
             other => Err(ProviderFault::Away(format!("its token endpoint answered {other}"))),
         }
@@ -191,7 +220,7 @@ impl ProviderMetadata {
 }
 
 fn form_encoded(text: &str) -> String {
-    percent_encoding::utf8_percent_encode(text, percent_encoding::NON_ALPHANUMERIC).to_string()
+    percent_encoding::utf8_percent_encode(text, ENCODED).to_string()
 }
 
 async fn send(request: RequestBuilder) -> Result<(u16, Vec<u8>), ProviderFault> {

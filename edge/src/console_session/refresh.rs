@@ -124,7 +124,11 @@ async fn accepted(
     match app.authenticator.verify_token(issued.access_token.expose_secret()).await {
         Ok(caller) if caller.user_id == session.owner.user_id => Ok(caller.token_expires_at),
         Ok(_) => Err("another_user"),
-        Err(error) if error.code() == Code::Unauthenticated => Err("token_refused"),
+        Err(error) if error.code() == Code::Unauthenticated => {
+            let cause = error.cause();
+            tracing::warn!(cause, session.id = %session.id, "the identity provider's new access token for a browser session is refused");
+            Err("token_refused")
+        }
         // The provider's keys cannot be had at the moment; each request verifies the token.
         Err(_) => Ok(Utc::now() + TimeDelta::seconds(issued.expires_in.unwrap_or(UNKNOWN_LIFE).into())),
     }

@@ -75,6 +75,8 @@ struct HarnessOptions<'a> {
     targets: ProbeTargets,
     payments: Option<Payments>,
     console: Option<&'a ConsoleProvider>,
+    /// How tokens of the console's provider are read, where it is not as the development provider issues them.
+    rules: Option<TokenRules>,
     alertmanager: Option<Alertmanager>,
 }
 
@@ -112,6 +114,12 @@ impl ApiHarness {
             .await
     }
 
+    /// The same, with a provider whose tokens are read by these rules.
+    pub(super) async fn with_console_by(provider: &ConsoleProvider, rules: TokenRules) -> Self {
+        let (console, rules) = (Some(provider), Some(rules));
+        Self::with(TestDatabase::fresh().await, HarnessOptions { console, rules, ..HarnessOptions::default() }).await
+    }
+
     /// A harness with this Alertmanager.
     pub(super) async fn with_alertmanager(alertmanager: Alertmanager) -> Self {
         Self::with(
@@ -122,7 +130,7 @@ impl ApiHarness {
     }
 
     async fn with(postgres: TestDatabase, options: HarnessOptions<'_>) -> Self {
-        let HarnessOptions { targets, payments, console, alertmanager } = options;
+        let HarnessOptions { targets, payments, console, rules, alertmanager } = options;
         install_crypto();
         let pool = persistence::pool::open(&postgres.pool_config()).unwrap();
         let member = PgMember::start(&pool).await;
@@ -139,7 +147,8 @@ impl ApiHarness {
         let authenticator = match console {
             Some(provider) => {
                 let jwks = Jwks::new(JwksSettings::new(provider.issuer())).unwrap();
-                Authenticator::new(TokenRules::new(provider.issuer(), local_servers::identity::AUDIENCE), jwks)
+                let usual = || TokenRules::new(provider.issuer(), local_servers::identity::AUDIENCE);
+                Authenticator::new(rules.unwrap_or_else(usual), jwks)
             }
             None => identities.authenticator(),
         };

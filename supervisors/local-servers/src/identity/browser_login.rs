@@ -58,9 +58,9 @@ pub(super) enum LoginClient {
 pub struct LoginFaults {
     /// A code is accepted more than once.
     pub codes_are_reusable: bool,
-    /// Claims of ID tokens in place of the right ones.
+    /// Claims of ID tokens in place of the right ones; null removes one.
     pub id_token: BTreeMap<String, Value>,
-    /// Claims of access tokens in place of the right ones.
+    /// Claims of access tokens in place of the right ones; null removes one.
     pub access_token: BTreeMap<String, Value>,
     /// The token endpoint answers 503.
     pub is_away: bool,
@@ -405,14 +405,21 @@ fn tokens(
     if let Some(nonce) = nonce {
         id_token["nonce"] = json!(nonce);
     }
-    for (name, value) in &faults.access_token {
-        access[name] = value.clone();
-    }
-    for (name, value) in &faults.id_token {
-        id_token[name] = value.clone();
-    }
+    replace_claims(&mut access, &faults.access_token);
+    replace_claims(&mut id_token, &faults.id_token);
     let expires_in = expires_at.as_i64().zip(issued_at.as_i64()).map_or(0, |(end, begin)| end - begin);
     Ok((issuer.mint(&access)?, issuer.mint(&id_token)?, expires_in))
+}
+
+fn replace_claims(claims: &mut Value, replacements: &BTreeMap<String, Value>) {
+    let Value::Object(claims) = claims else { return };
+    for (name, value) in replacements {
+        if value.is_null() {
+            claims.remove(name);
+        } else {
+            claims.insert(name.clone(), value.clone());
+        }
+    }
 }
 
 /// Logs the browser out, here and at the console.
