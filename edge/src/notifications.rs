@@ -6,11 +6,13 @@
 mod connection;
 pub mod delivery;
 mod message;
+mod switches;
 
 pub(crate) use connection::{Connection, Credential, FULL};
 pub use message::{
     ChangedEntity, EventHeader, NotificationData, NotificationMessage, changes_message, encoded, test_message,
 };
+pub(crate) use switches::Switches;
 
 use axum::extract::ws::Utf8Bytes;
 use dashmap::DashMap;

@@ -212,18 +212,46 @@ async fn low_balance_notifies_its_holder_alone_where_the_policy_enables_it() {
         "key": "notification.low_balance_enabled", "value": false, "scope": { "org_id": "quiet" }, "reason": "a test needs it",
     });
     cluster.admin.post("/api/v1/admin/policy-values", &value).await.created();
+    // It follows the recipient: a member's own value wins in the organization, and the value of a plan is for the members with that plan.
+    let wakeful = &cluster.identity.person("admin2").unwrap().id;
+    for (scope, is_on) in [(json!({ "user_id": wakeful }), true), (json!({ "plan": "silent" }), false)] {
+        let mut value = value.clone();
+        (value["scope"], value["value"]) = (scope, json!(is_on));
+        cluster.admin.post("/api/v1/admin/policy-values", &value).await.created();
+    }
     let mut quiet = cluster.subscriber_with_token(0, &of_org("user2", "quiet")).await;
+    let mut wakeful_in_quiet = cluster.subscriber_with_token(1, &of_org("admin2", "quiet")).await;
     let mut loud = cluster.subscriber_with_token(0, &of_org("user2", "loud")).await;
-    let resolved = "/api/v1/admin/policy-values/resolve?key=notification.low_balance_enabled&org_id=quiet";
+    let silent = mint_token(&cluster, "user2", |claims| {
+        claims["org_id"] = json!("loud");
+        claims["plan"] = json!("silent");
+    });
+    let mut silent_in_loud = cluster.subscriber_with_token(1, &silent).await;
+    let resolve = "/api/v1/admin/policy-values/resolve?key=notification.low_balance_enabled";
+    let own = format!("{resolve}&org_id=quiet&user_id={wakeful}");
     for replica in [0, 1] {
         let admin = cluster.at_replica(replica, "admin");
-        admin.wait_until(resolved, "the policy value applies", |it| it["value"] == false).await;
+        for (query, value) in [(format!("{resolve}&org_id=quiet"), false), (own.clone(), true)] {
+            admin.wait_until(&query, "the policy value applies", |it| it["value"] == value).await;
+        }
+        let of_plan = format!("{resolve}&org_id=loud&plan=silent");
+        admin.wait_until(&of_plan, "the policy value applies", |it| it["value"] == false).await;
     }
     drain_balance(&cluster, &json!({ "org_id": "quiet" })).await;
     drain_balance(&cluster, &json!({ "org_id": "loud" })).await;
     loud.expect_notification("billing.balance_low").await;
-    for subscriber in [&mut user, &mut in_acme, &mut also_in_acme, &mut elsewhere, &mut nowhere, &mut quiet, &mut loud]
-    {
+    wakeful_in_quiet.expect_notification("billing.balance_low").await;
+    for subscriber in [
+        &mut user,
+        &mut in_acme,
+        &mut also_in_acme,
+        &mut elsewhere,
+        &mut nowhere,
+        &mut quiet,
+        &mut wakeful_in_quiet,
+        &mut loud,
+        &mut silent_in_loud,
+    ] {
         assert_eq!(subscriber.drain().await, Vec::<Value>::new());
     }
     cluster.shutdown().await;

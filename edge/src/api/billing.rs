@@ -7,11 +7,11 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use domain::billing_account::{BillingAccount, Holder, Reply, Request};
 use domain::ledger::PostingKind;
 use domain::money::{Currency, HourlyRate};
-use domain::policy::PolicyKey;
+use domain::policy::{PolicyKey, Scopes};
 use domain::{AllocationId, BillingAccountId, EntityKind};
 use persistence::queries::{LedgerFilter, LedgerRow, ListFilter};
 use serde::{Deserialize, Serialize};
@@ -112,9 +112,8 @@ pub(super) async fn balance(
     let holder = holder_of(&context);
     let account = current::<BillingAccount>(&app, id_of(&holder)).await?;
     let now = app.environment.now();
-    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
     Ok(Json(match account {
-        Some(found) => AccountView::of(&found.it, now, window),
+        Some(found) => AccountView::of(&found.it, now, window_of(&app, &found.it.scopes(), now)),
         None => AccountView::empty(id_of(&holder), &holder, now),
     }))
 }
@@ -153,7 +152,10 @@ pub(super) async fn estimate(
     let holder = holder_of(&context);
     let account = current::<BillingAccount>(&app, id_of(&holder)).await?.map(|found| found.it);
     let now = app.environment.now();
-    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
+    // A request begins a window by the caller's plan, where none runs.
+    let running = account.as_ref().filter(|account| account.window.is_some());
+    let scopes = running.map_or_else(|| holder.scopes(context.caller.plan.as_deref()), |account| account.scopes());
+    let window = window_of(&app, &scopes, now);
     let rate = HourlyRate::of(price, query.gpu_count.0);
     let seconds = query.seconds.map(|seconds| seconds.0);
     Ok(Json(EstimateView::of(price, rate, seconds, account.as_deref(), now, window)))
@@ -174,10 +176,7 @@ pub(super) async fn list(
     let page = listing.page("admin/billing/accounts", "", Order::OldestFirst)?;
     let filter = &listing.filter;
     let now = app.environment.now();
-    let policy = app.environment.policy();
-    let show = |it: &BillingAccount| {
-        AccountView::of(it, now, policy.seconds(PolicyKey::BillingWindow, &it.holder.scopes(), now))
-    };
+    let show = |it: &BillingAccount| AccountView::of(it, now, window_of(&app, &it.scopes(), now));
     if filter.user_id.is_some() || filter.org_id.is_some() {
         let holder = one_holder(filter.user_id.as_ref(), filter.org_id.as_ref())?;
         let found = current::<BillingAccount>(&app, id_of(&holder)).await?;
@@ -227,8 +226,7 @@ pub(super) async fn get(
     let found = current::<BillingAccount>(&app, id).await?;
     let found = found.ok_or_else(|| ApiError::not_found("billing account"))?;
     let now = app.environment.now();
-    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &found.it.holder.scopes(), now);
-    Ok(Json(MeteredView::of(&found.it, now, window)))
+    Ok(Json(MeteredView::of(&found.it, now, window_of(&app, &found.it.scopes(), now))))
 }
 
 /// An account's postings, newest first.
@@ -300,8 +298,12 @@ fn account_view(app: &AppState, reply: Reply) -> Result<AccountView, ApiError> {
         return Err(ApiError::internal("the billing account answered another question"));
     };
     let now = app.environment.now();
-    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &account.holder.scopes(), now);
-    Ok(AccountView::of(&account, now, window))
+    Ok(AccountView::of(&account, now, window_of(app, &account.scopes(), now)))
+}
+
+/// The length of a billing window.
+fn window_of(app: &AppState, scopes: &Scopes, now: DateTime<Utc>) -> TimeDelta {
+    app.environment.policy().seconds(PolicyKey::BillingWindow, scopes, now)
 }
 
 async fn postings(

@@ -27,7 +27,7 @@ use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
 use crate::http::websocket::{Close, REVOKED, TOKEN, close_now, no_upgrade, offered};
 use crate::limits::connection_quota::{ConnectionKind, QuotaExceeded};
-use crate::notifications::{Connection, Credential, FULL, NotificationMessage};
+use crate::notifications::{Connection, Credential, FULL, NotificationMessage, Switches};
 
 /// The WebSocket subprotocol.
 const PROTOCOL: &str = "gpu.notifications.v1";
@@ -145,7 +145,10 @@ pub(super) async fn listen(State(app): State<AppState>, request: SubscribeReques
         let subscription = app.notifications.listen(channels).await;
         let authenticator = Arc::clone(&app.authenticator);
         let (metrics, stopping) = (app.notifications.metrics().clone(), app.stopping.clone());
-        Connection { authenticator, metrics, stopping, subscription, credential, caller, slot }.run(socket).await;
+        let switches = Switches { environment: Arc::clone(&app.environment), recipient: scopes_of(&caller) };
+        let connection =
+            Connection { authenticator, metrics, stopping, subscription, switches, credential, caller, slot };
+        connection.run(socket).await;
     }))
 }
 

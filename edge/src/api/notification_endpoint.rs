@@ -10,8 +10,8 @@ use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::billing_account::Holder;
 use domain::notification_endpoint::{
-    DeliveryAttempt, DisableCause, EndpointChange, Fact, NotificationEndpoint, PRESENT, Phase, QueueEntry, Reply,
-    Request, Target,
+    DeliveryAttempt, DisableCause, EndpointChange, Fact, NotificationEndpoint, PRESENT, Phase, QueueEntry,
+    RecipientClaims, Reply, Request, Target,
 };
 use domain::{EntityKind, Machine as _};
 use persistence::queries::ListFilter;
@@ -490,14 +490,15 @@ pub(super) async fn introduce(app: &AppState, context: &RequestContext) {
     let (Some(address), true) = (context.verified_email.clone(), app.delivery.mailer.is_some()) else { return };
     let user_id = context.caller.user_id.clone();
     let id = id_of_name(EntityKind::NotificationEndpoint, &format!("email:{user_id}"));
+    let claims = RecipientClaims { org_id: context.caller.org_id.clone(), plan: context.caller.plan.clone() };
     let is_known = async {
         let found = find::<NotificationEndpoint>(app, id).await.ok().flatten();
-        found.is_some_and(|stored| stored.it.is_at(&address) || !stored.it.exists())
+        found.is_some_and(|stored| stored.it.is_at(&address) && stored.it.claims == claims || !stored.it.exists())
     };
     if is_known.await {
         return;
     }
-    let command = Fact::Introduce { user_id, address };
+    let command = Fact::Introduce { user_id, address, claims: Some(claims.clone()) };
     let notified = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
     if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, notified).await, Ok(Ok(_))) {
         tracing::info!(user.id = %context.caller.user_id, "the first e-mail to an address could not be sent yet");

@@ -124,7 +124,7 @@ pub(super) struct KeyView {
     #[schema(value_type = JsonValue)]
     default: PolicyValue,
     /// The kinds of scopes for which it can be set, most specific first.
-    #[schema(example = json!(["user_id", "org_id", "global"]))]
+    #[schema(example = json!(["user_id", "org_id", "plan", "global"]))]
     scopes: &'static [&'static str],
     meaning: &'static str,
 }
@@ -296,7 +296,8 @@ pub(super) async fn write(
 /// Resolves a key for a caller of these scopes, and names the scope that won.
 ///
 /// The most specific one that the key can be set for does: user, project, organisation, plan, everybody. What a billing account goes by is
-/// resolved for its holder: for the organisation, where the caller has one, and else for the user.
+/// resolved for its holder and plan: for the organisation, where the caller has one, and else for the user. What a notification goes by is
+/// resolved for its recipient: user, organisation, plan, everybody.
 #[utoipa::path(
     get,
     path = "/",

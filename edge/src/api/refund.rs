@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use domain::allocation::Allocation;
-use domain::authz::Action;
+use domain::authz::{Action, ResourceOwner};
 use domain::billing_account::{self, BillingAccount, Holder};
 use domain::money::MicroAmount;
 use domain::payment::{self, Payment, Refund, RefundDebit};
@@ -117,13 +117,13 @@ async fn refund_allocation(
     id: AllocationId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
-    let account_id = account_of(app, id).await?;
+    let renter = renter_of(app, id).await?;
+    let account_id = id_of(&Holder::paying_for(&renter.user_id, renter.org_id.as_ref()));
     let answered = match context.committed_reply::<BillingAccount>()? {
         Some(answered) => answered,
         None => {
-            context
-                .ask::<BillingAccount>(account_id, allocation_refund_command(app, context, account_id, id, new).await?)
-                .await?
+            let command = allocation_refund_command(app, context, account_id, (id, renter), new).await?;
+            context.ask::<BillingAccount>(account_id, command).await?
         }
     };
     let replayed = replayed(&answered);
@@ -151,17 +151,17 @@ async fn refund_allocation(
     Ok(response(replayed, view))
 }
 
-/// The account that paid for an allocation. Allocations are never deleted, and their account does not change.
-async fn account_of(app: &AppState, id: AllocationId) -> Result<Uuid, ApiError> {
+/// The renter of an allocation, whose account has paid for it. Allocations are never deleted, and their renter does not change.
+async fn renter_of(app: &AppState, id: AllocationId) -> Result<ResourceOwner, ApiError> {
     let allocation = current::<Allocation>(app, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
-    Ok(id_of(&Holder::paying_for(&allocation.asked.owner.user_id, allocation.asked.owner.org_id.as_ref())))
+    Ok(allocation.asked.owner.clone())
 }
 
 async fn allocation_refund_command(
     app: &AppState,
     context: &RequestContext,
     account_id: Uuid,
-    id: AllocationId,
+    (id, renter): (AllocationId, ResourceOwner),
     new: &NewRefund,
 ) -> Result<billing_account::Request, ApiError> {
     let account = current::<BillingAccount>(app, account_id).await?;
@@ -173,6 +173,7 @@ async fn allocation_refund_command(
         // While it is metered, the account has the exact cost.
         cost: (!is_metered).then(|| posted.map_or(MicroAmount::ZERO, |posted| posted.cost)),
         ended_at: posted.and_then(|posted| posted.billed_until).filter(|_| !is_metered),
+        renter: Some(renter),
         amount_minor: new.amount_minor.map(|amount| amount.0),
         reason: new.reason.to_string(),
     })

@@ -1,7 +1,7 @@
 //! One subscriber's connection, from the upgrade to the close.
 
 use super::message::{pong, ready};
-use super::{NotificationMetrics, Subscription};
+use super::{NotificationMetrics, Subscription, Switches};
 use crate::auth::{Authenticator, Caller, RevocableLogin};
 use crate::http::error::Code;
 use crate::http::request_body::integers::from_json;
@@ -55,6 +55,7 @@ pub(crate) struct Connection {
     /// Cancelled when this process stops.
     pub(crate) stopping: CancellationToken,
     pub(crate) subscription: Subscription,
+    pub(crate) switches: Switches,
     /// What the caller was authenticated by; it is rechecked periodically.
     pub(crate) credential: Credential,
     pub(crate) caller: Caller,
@@ -111,7 +112,7 @@ impl Connection {
         let mut messages = Vec::new();
         loop {
             tokio::select! {
-                count = self.subscription.messages.recv_many(&mut messages, WRITE_BATCH) => {
+                _ = self.subscription.messages.recv_many(&mut messages, WRITE_BATCH) => {
                     // A key of a service account is void from the moment in which it was revoked, and so is a browser session that has
                     // ended, which is announced here.
                     if let Some(login) = self.caller.revocable_login() {
@@ -121,7 +122,8 @@ impl Connection {
                             Err(_) => return Some(AWAY),
                         }
                     }
-                    let count = u64::try_from(count).unwrap_or_default();
+                    messages.retain(|message: &Utf8Bytes| self.switches.admit(message));
+                    let count = u64::try_from(messages.len()).unwrap_or_default();
                     if write(sink, messages.drain(..)).await.is_err() {
                         metrics.write_errors.inc_by(count);
                         return None;

@@ -15,9 +15,9 @@ use actors::{CommandContext, CommandKey, Directory};
 use async_nats::jetstream::{self, AckKind, Message};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::notification::{Channel, delivered_subjects};
+use domain::notification::{Channel, delivered_subjects, switch_of};
 use domain::notification_endpoint::{self, Fact, NotificationEndpoint, PRESENT, Target};
-use domain::policy::{PolicyKey, Scopes};
+use domain::policy::PolicyKey;
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use edge::notifications::encoded;
 use futures::StreamExt;
@@ -108,10 +108,10 @@ impl NotificationQueue {
     async fn queue(&self, event: &PublishedEvent) -> anyhow::Result<()> {
         let mut queued = Ok(());
         for notification in self.notifier.notifications_for(&event.data).await? {
-            let Some((holder, scopes)) = holder_of(&notification.channel) else { continue };
+            let Some(holder) = holder_of(&notification.channel) else { continue };
             for listed in self.endpoints_of(&holder).await? {
                 let endpoint = listed.entity;
-                if let Err(error) = self.queue_for(listed, &holder, &scopes, event, &notification).await {
+                if let Err(error) = self.queue_for(listed, &holder, event, &notification).await {
                     queued = Err(error.context(endpoint));
                 }
             }
@@ -132,27 +132,28 @@ impl NotificationQueue {
         &self,
         listed: ListedEntity,
         holder: &str,
-        scopes: &Scopes,
         event: &PublishedEvent,
         notification: &AddressedNotification,
     ) -> anyhow::Result<()> {
         let endpoint: NotificationEndpoint = serde_json::from_str(&listed.row?.body)?;
         // The column by which it was found is not sealed.
         let is_of_holder = endpoint.holder.to_string() == holder;
-        if is_of_holder && endpoint.wants(&event.kind) && self.accepts_channel(&endpoint, scopes) {
+        if is_of_holder && endpoint.wants(&event.kind) && self.is_on(&endpoint, &event.kind) {
             self.enqueue(listed.entity, event, notification).await?;
         }
         Ok(())
     }
 
-    fn accepts_channel(&self, endpoint: &NotificationEndpoint, scopes: &Scopes) -> bool {
+    /// Whether neither the event nor e-mail is switched off for the endpoint's recipient.
+    fn is_on(&self, endpoint: &NotificationEndpoint, event: &str) -> bool {
         let environment = &self.notifier.environment;
-        match endpoint.target {
+        let policy = environment.policy();
+        let is_on = |key| policy.is_on(key, &endpoint.scopes(), environment.now());
+        let is_accepted = match endpoint.target {
             Target::Webhook { .. } => true,
-            Target::Email { .. } => {
-                self.has_mail && environment.policy().is_on(PolicyKey::NotificationEmail, scopes, environment.now())
-            }
-        }
+            Target::Email { .. } => self.has_mail && is_on(PolicyKey::NotificationEmail),
+        };
+        is_accepted && switch_of(event).is_none_or(is_on)
     }
 
     async fn enqueue(
@@ -176,13 +177,13 @@ impl NotificationQueue {
     }
 }
 
-/// The holder whose endpoints get the channel's notifications, and the scopes of its policies.
-fn holder_of(channel: &Channel) -> Option<(String, Scopes)> {
+/// The holder whose endpoints get the channel's notifications.
+fn holder_of(channel: &Channel) -> Option<String> {
     use domain::billing_account::Holder;
     let holder = match channel {
         Channel::User(id) => Holder::User(id.clone()),
         Channel::Org(id) => Holder::Org(id.clone()),
         Channel::Broadcast | Channel::Operations => return None,
     };
-    Some((holder.to_string(), holder.scopes()))
+    Some(holder.to_string())
 }

@@ -7,7 +7,6 @@ use super::outbox_relay::make_streams;
 use crate::cluster::bus::Bus;
 use crate::entity_environment::EntityEnvironment;
 use crate::supervisor::{WorkerTask, task};
-use actors::shell_dependencies::Environment as _;
 use async_nats::HeaderMap;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
 use async_nats::jetstream::{self, AckKind, Message};
@@ -19,7 +18,6 @@ use domain::billing_account::Holder;
 use domain::node::Node;
 use domain::notification::{Audience, Channel, Notification, NotificationDetails, live_subjects};
 use domain::payment::Payment;
-use domain::policy::Scopes;
 use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, EntityRef, Event, Machine, UserId};
 use edge::notifications::{EventHeader, encoded};
@@ -157,18 +155,13 @@ impl Notifier {
         (message, notifications.map(|notifications| Some((event, notifications))))
     }
 
-    /// The notifications of an event with their channels.
+    /// The notifications of an event with their channels. What a recipient has switched off is left out where the recipient is known: at
+    /// the subscriber's connection, or in the queue of an endpoint.
     pub(super) async fn notifications_for(&self, event: &Event) -> anyhow::Result<Vec<AddressedNotification>> {
         let mut notifications = Vec::new();
         for notice in event.notifications() {
-            let Notification { audience, switch, data } = notice;
-            let addressed = self.address(audience, data).await?;
-            let is_on = |notification: &AddressedNotification| {
-                switch.is_none_or(|key| {
-                    self.environment.policy().is_on(key, &scopes_of(&notification.channel), self.environment.now())
-                })
-            };
-            notifications.extend(addressed.into_iter().filter(is_on));
+            let Notification { audience, data } = notice;
+            notifications.extend(self.address(audience, data).await?);
         }
         Ok(notifications)
     }
@@ -271,13 +264,4 @@ fn headers(of: &Message) -> HeaderMap {
         }
     }
     headers
-}
-
-/// The scopes in which the switches of a channel's notifications are resolved.
-fn scopes_of(channel: &Channel) -> Scopes {
-    match channel {
-        Channel::User(id) => Scopes { user_id: Some(id.clone()), ..Scopes::default() },
-        Channel::Org(id) => Scopes { org_id: Some(id.clone()), ..Scopes::default() },
-        Channel::Broadcast | Channel::Operations => Scopes::global(),
-    }
 }

@@ -8,7 +8,7 @@ use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
-use domain::billing_account::{self, BillingAccount};
+use domain::billing_account::{self, BillingAccount, PlanClaim};
 use domain::money::Currency;
 use domain::node::{self, Node};
 use domain::placement::{self, PlacementRequest};
@@ -119,7 +119,9 @@ impl Placer {
         let (holder, price) = (asked.holder(), asked.price.clone());
         let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
         let (user_id, gpu_count) = (asked.owner.user_id.clone(), asked.gpu_count);
-        let hold = billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count };
+        let plan = Some(PlanClaim { plan: asked.owner.plan.clone(), seen_at: allocation.requested_at });
+        let hold =
+            billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count, plan };
         match by.directory.ask::<BillingAccount>(&by.permit, account, hold.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
             Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, &asked.price.currency))),

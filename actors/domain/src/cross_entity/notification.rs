@@ -127,8 +127,6 @@ pub struct NotificationDetails {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notification {
     pub audience: Audience,
-    /// The policy that switches it off, resolved for each recipient.
-    pub switch: Option<PolicyKey>,
     pub data: NotificationDetails,
 }
 
@@ -156,6 +154,16 @@ fn subjects(among: impl Fn(NotificationScope) -> bool) -> BTreeMap<Stream, Vec<&
 #[must_use]
 pub fn is_deliverable(event: &str) -> bool {
     Event::ROWS.iter().any(|row| row.notification == NotificationScope::Delivered && row.subject == event)
+}
+
+/// The policy that switches notifications of this event type off, resolved for each recipient; `None`: they are always sent.
+#[must_use]
+pub fn switch_of(event: &str) -> Option<PolicyKey> {
+    match event {
+        "billing.balance_low" => Some(PolicyKey::NotificationLowBalance),
+        "billing.balance_depleted" => Some(PolicyKey::NotificationBalanceDepleted),
+        _ => None,
+    }
 }
 
 impl NotificationDetails {
@@ -187,7 +195,7 @@ mod tests {
                 };
                 let data = serde_json::to_value(&notification.data).unwrap();
                 let fields: Vec<_> = data.as_object().unwrap().keys().map(String::as_str).collect();
-                let switch = notification.switch.map(|key| format!(", by {}", key.name())).unwrap_or_default();
+                let switch = switch_of(event.subject()).map(|key| format!(", by {}", key.name())).unwrap_or_default();
                 writeln!(table, "{} -> {audience}{switch}: {}", event.subject(), fields.join(" ")).unwrap();
             }
         }

@@ -10,7 +10,6 @@ use crate::id::{
 use crate::node;
 use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
-use crate::policy::PolicyKey;
 use crate::rollout;
 use crate::rollout_outcome::RolloutOutcome;
 use crate::tenant;
@@ -87,13 +86,7 @@ impl Consequences {
     }
 
     fn notify(mut self, audience: Audience, data: NotificationDetails) -> Self {
-        self.notifications.push(Notification { audience, switch: None, data });
-        self
-    }
-
-    /// A notification that the recipient can switch off by this policy.
-    fn notify_unless_off(mut self, switch: PolicyKey, audience: Audience, data: NotificationDetails) -> Self {
-        self.notifications.push(Notification { audience, switch: Some(switch), data });
+        self.notifications.push(Notification { audience, data });
         self
     }
 
@@ -195,11 +188,11 @@ impl Event {
             // Published by the billing account.
             Self::BalanceLow { account_id, holder } => {
                 let data = Details { account_id: Some(account_id), ..Details::default() };
-                none.notify_unless_off(PolicyKey::NotificationLowBalance, Audience::Holder(holder), data)
+                none.notify(Audience::Holder(holder), data)
             }
             Self::BalanceDepleted { account_id, holder, release_at } => {
                 let data = Details { account_id: Some(account_id), release_at: Some(release_at), ..Details::default() };
-                none.notify_unless_off(PolicyKey::NotificationBalanceDepleted, Audience::Holder(holder), data)
+                none.notify(Audience::Holder(holder), data)
             }
             Self::AllocationUncovered { allocation_id, .. } => to_allocation(allocation_id, ToAllocation::Uncover),
             Self::AllocationMetered { allocation_id, is_running, .. } => {

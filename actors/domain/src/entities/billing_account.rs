@@ -15,6 +15,7 @@
 mod accrual;
 mod credit;
 mod fact;
+mod holder_plan;
 mod meter;
 mod payments;
 mod request;
@@ -27,7 +28,7 @@ use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, UserId};
 use crate::ledger::PostingKind;
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
-use crate::policy::PolicyKey;
+use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use accrual::AccountUpdate;
@@ -39,6 +40,7 @@ use std::collections::BTreeMap;
 pub use crate::account_holder::Holder;
 pub use accrual::Window;
 pub use fact::Fact;
+pub use holder_plan::{HolderPlan, PlanClaim};
 pub use meter::{MeterRun, UsageMeter};
 pub use payments::{PostingRecord, PostingResult, RefundedCost};
 pub use request::Request;
@@ -47,6 +49,9 @@ pub use request::Request;
 pub struct BillingAccount {
     pub id: BillingAccountId,
     pub holder: Holder,
+    /// The plan in which its policies are resolved.
+    #[serde(default, skip_serializing_if = "HolderPlan::is_unnamed")]
+    pub plan: HolderPlan,
     pub currency: Currency,
     /// Its balance in the ledger's `prepaid` account: the sum of its entries.
     pub balance: MicroAmount,
@@ -259,6 +264,7 @@ impl BillingAccount {
         Self {
             id: BillingAccountId(ctx.id),
             holder,
+            plan: HolderPlan::default(),
             currency,
             balance: MicroAmount::ZERO,
             credit_left: MicroAmount::ZERO,
@@ -275,6 +281,12 @@ impl BillingAccount {
             refunded: BTreeMap::new(),
             opened_at: ctx.now,
         }
+    }
+
+    /// The scopes in which its policies are resolved (decisions 3, *Which scopes a key has*).
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        self.holder.scopes(self.plan.in_force())
     }
 
     fn reopen(&self, currency: &Currency) -> Result<Transition<Self>, Rejection> {
@@ -369,6 +381,7 @@ impl BillingAccount {
         user_id: UserId,
         price: &Price,
         gpu_count: u32,
+        claim: Option<PlanClaim>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         if self.meters.contains_key(&allocation_id) || self.ended.contains_key(&allocation_id) {
@@ -377,7 +390,8 @@ impl BillingAccount {
         let rate = HourlyRate::of(price, gpu_count);
         let mut draft = AccountUpdate::of(self);
         draft.settle(ctx);
-        let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
+        let audit = draft.name_plan(claim);
+        let window = ctx.policy.seconds(PolicyKey::BillingWindow, &draft.account.scopes(), ctx.now);
         let needed = rate.over(ctx.now, ctx.now + window);
         if rate.minor_per_hour() > 0 {
             self.in_currency(&price.currency)?;
@@ -392,7 +406,8 @@ impl BillingAccount {
         let meter = UsageMeter { user_id, rate, held: needed, run: None };
         draft.account.meters.insert(allocation_id, meter);
         draft.account.again = Some(ResendTimer::first(ctx.now));
-        Ok(draft.transition(format!("a window of allocation {allocation_id} is held"), ctx))
+        let held = draft.transition(format!("a window of allocation {allocation_id} is held"), ctx);
+        Ok(audit.into_iter().fold(held, Transition::audit))
     }
 
     fn usage(
@@ -433,7 +448,7 @@ impl BillingAccount {
         reason: String,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        let max = ctx.policy.int(PolicyKey::BillingAdjustmentMax, &self.holder.scopes(), ctx.now);
+        let max = ctx.policy.int(PolicyKey::BillingAdjustmentMax, &self.scopes(), ctx.now);
         let amount =
             MicroAmount::of_minor(amount_minor).filter(|_| amount_minor != 0 && (-max..=max).contains(&amount_minor));
         let amount = amount.ok_or(Rejection::Amount { max })?;
@@ -451,7 +466,7 @@ impl BillingAccount {
             draft.post(PostingKind::Credit, amount, None, Some(reason));
             draft.after_credit(ctx);
         } else {
-            let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
+            let window = ctx.policy.seconds(PolicyKey::BillingWindow, &draft.account.scopes(), ctx.now);
             let (needed, available) = (MicroAmount::ZERO.minus(amount), draft.account.available(ctx.now, window));
             if available < needed {
                 return Err(self.insufficient_balance(needed, available));

@@ -25,7 +25,7 @@ use crate::account_holder::Holder;
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{CallerIdentity, Principal};
 use crate::explanation::Explanation;
-use crate::id::{EntityKind, EntityRef, NotificationEndpointId, UserId};
+use crate::id::{EntityKind, EntityRef, NotificationEndpointId, OrgId, UserId};
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
@@ -63,6 +63,9 @@ pub const DEFAULT_EMAIL_EVENTS: &[&str] = &[
 pub struct NotificationEndpoint {
     pub id: NotificationEndpointId,
     pub holder: Holder,
+    /// What the last token of its holder names, for its policies.
+    #[serde(default, skip_serializing_if = "RecipientClaims::is_empty")]
+    pub claims: RecipientClaims,
     pub target: Target,
     /// The secret that signs messages, sealed, in base64. An e-mail address has none.
     pub secret_enc: Option<String>,
@@ -76,6 +79,27 @@ pub struct NotificationEndpoint {
     pub created_at: Timestamp,
     pub queue: DeliveryQueue,
     pub phase: Phase,
+}
+
+/// What a token names beside the user: policies of notifications follow their recipient (decisions 3, *Which scopes a key has*).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecipientClaims {
+    pub org_id: Option<OrgId>,
+    pub plan: Option<String>,
+}
+
+impl RecipientClaims {
+    /// True where the token named neither, or none was seen.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.org_id.is_none() && self.plan.is_none()
+    }
+}
+
+impl From<&CallerIdentity> for RecipientClaims {
+    fn from(caller: &CallerIdentity) -> Self {
+        Self { org_id: caller.org_id.clone(), plan: caller.plan.clone() }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -235,7 +259,9 @@ impl Machine for NotificationEndpoint {
                 Ok(endpoint.resealed(secret_enc, is_former))
             }
             (None, Command::Request(request)) => Self::begin(request, ctx),
-            (None, Command::Fact(Fact::Introduce { user_id, address })) => Ok(Self::introduced(user_id, address, ctx)),
+            (None, Command::Fact(Fact::Introduce { user_id, address, claims })) => {
+                Ok(Self::introduced(user_id, address, claims.unwrap_or_default(), ctx))
+            }
             (None, Command::Fact(_)) | (_, Command::Maintenance(_)) => Ok(Transition::stay(Reply::Done)),
         }
     }
@@ -289,12 +315,19 @@ impl NotificationEndpoint {
     /// True where `who` may see and change it: the user, a user whose token names the organization, or an administrator.
     #[must_use]
     pub fn is_for(&self, who: &Principal) -> bool {
+        !matches!(self.phase, Phase::Deleted { .. }) && (who.is_admin() || self.holders_claims(who).is_some())
+    }
+
+    /// What the token of its holder names; `None` where the principal is not its holder.
+    fn holders_claims(&self, who: &Principal) -> Option<RecipientClaims> {
         let is_holder = |caller: &CallerIdentity| match &self.holder {
             Holder::User(id) => caller.user_id == *id,
             Holder::Org(id) => caller.org_id.as_ref() == Some(id),
         };
-        !matches!(self.phase, Phase::Deleted { .. })
-            && (who.is_admin() || matches!(who, Principal::Caller(caller) if is_holder(caller)))
+        match who {
+            Principal::Caller(caller) if is_holder(caller) => Some(caller.into()),
+            Principal::Caller(_) | Principal::Node(_) | Principal::System(_) => None,
+        }
     }
 
     /// True where it gets events of this type.
@@ -324,17 +357,22 @@ impl NotificationEndpoint {
     /// The scopes in which its policies are resolved.
     #[must_use]
     pub fn scopes(&self) -> Scopes {
-        self.holder.scopes()
+        let RecipientClaims { org_id, plan } = &self.claims;
+        match &self.holder {
+            Holder::User(_) => Scopes { org_id: org_id.clone(), ..self.holder.scopes(plan.as_deref()) },
+            Holder::Org(_) => self.holder.scopes(plan.as_deref()),
+        }
     }
 
     fn begin(request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match request {
             Request::Create { holder, target, secret_enc, events, place } => {
-                let limit = ctx.policy.int(PolicyKey::NotificationEndpoints, &holder.scopes(), ctx.now);
+                let mut endpoint = Self::new(holder, target, secret_enc, events, Some(place), ctx);
+                endpoint.claims = endpoint.holders_claims(ctx.by).unwrap_or_default();
+                let limit = ctx.policy.int(PolicyKey::NotificationEndpoints, &endpoint.scopes(), ctx.now);
                 if i64::from(place) >= limit {
                     return Err(Rejection::TooMany { limit });
                 }
-                let endpoint = Self::new(holder, target, secret_enc, events, Some(place), ctx);
                 // A request for another holder's endpoint is refused before the endpoint exists.
                 if !endpoint.is_for(ctx.by) {
                     return Err(Rejection::NotFound);
@@ -351,10 +389,15 @@ impl NotificationEndpoint {
         }
     }
 
-    fn introduced(user_id: UserId, address: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    fn introduced(
+        user_id: UserId,
+        address: String,
+        claims: RecipientClaims,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let events = DEFAULT_EMAIL_EVENTS.iter().map(|event| (*event).to_owned()).collect();
         let (holder, target) = (Holder::User(user_id), Target::Email { address });
-        let endpoint = Self::new(holder, target, None, Some(events), None, ctx);
+        let endpoint = Self { claims, ..Self::new(holder, target, None, Some(events), None, ctx) };
         Transition::to(endpoint, Reply::Done, "the identity provider has verified the address")
     }
 
@@ -369,6 +412,7 @@ impl NotificationEndpoint {
         Self {
             id: NotificationEndpointId(ctx.id),
             holder,
+            claims: RecipientClaims::default(),
             target,
             secret_enc,
             former_secret: None,
@@ -381,21 +425,22 @@ impl NotificationEndpoint {
         }
     }
 
-    /// The address follows the identity provider's. Its use stays the owner's choice.
-    fn address_changed(&self, address: String) -> Transition<Self> {
-        let target = Target::Email { address };
-        if self.target == target || matches!(self.phase, Phase::Deleted { .. }) {
+    /// The address follows the identity provider's, and the claims follow its tokens. Its use stays the owner's choice.
+    fn reintroduced(&self, address: String, claims: Option<RecipientClaims>) -> Transition<Self> {
+        let next = Self {
+            target: Target::Email { address },
+            claims: claims.unwrap_or_else(|| self.claims.clone()),
+            ..self.clone()
+        };
+        if next == *self || matches!(self.phase, Phase::Deleted { .. }) {
             return Transition::stay(Reply::Done);
         }
-        Transition::to(
-            Self { target, ..self.clone() },
-            Reply::Done,
-            "the identity provider has verified another address",
-        )
+        Transition::to(next, Reply::Done, "the identity provider names another address, organization or plan")
     }
 
     fn changed(&self, change: EndpointChange, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let mut next = self.clone();
+        next.claims = self.holders_claims(ctx.by).unwrap_or_else(|| self.claims.clone());
         if let Some(to) = change.url {
             let Target::Webhook { url } = &mut next.target else { return Err(Rejection::NotAWebhook) };
             *url = to;

@@ -354,7 +354,7 @@ impl Payment {
     fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let scopes = match ctx.by {
             Principal::Caller(caller) => Scopes::from(caller),
-            Principal::Node(_) | Principal::System(_) => self.holder.scopes(),
+            Principal::Node(_) | Principal::System(_) => self.holder.scopes(None),
         };
         let [min, max] = [PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit]
             .map(|key| ctx.policy.int(key, &scopes, ctx.now));

@@ -35,12 +35,13 @@ impl Holder {
         }
     }
 
-    /// The scopes in which the account's own policies are resolved.
+    /// The scopes in which policies of the holder are resolved, with this plan.
     #[must_use]
-    pub fn scopes(&self) -> Scopes {
+    pub fn scopes(&self, plan: Option<&str>) -> Scopes {
+        let scopes = Scopes { plan: plan.map(str::to_owned), ..Scopes::default() };
         match self {
-            Self::User(id) => Scopes { user_id: Some(id.clone()), ..Scopes::default() },
-            Self::Org(id) => Scopes { org_id: Some(id.clone()), ..Scopes::default() },
+            Self::User(id) => Scopes { user_id: Some(id.clone()), ..scopes },
+            Self::Org(id) => Scopes { org_id: Some(id.clone()), ..scopes },
         }
     }
 }

@@ -118,6 +118,7 @@ actions! {
     RolloutsAbort "rollouts.abort": "an administrator aborted a rollout: reason";
     RolloutsStop "rollouts.stop": "a rollout stopped since the update of a node had failed: node_id, reason";
     BillingOpen "billing.open": "an operator opened a billing account";
+    BillingPlan "billing.plan": "a token named another plan for the holder of an account, which is in force from the next window: old_plan, new_plan";
     BillingAdjust "billing.adjust": "an operator credited or debited an account: amount_minor, reason";
     BillingRefundAllocation "billing.refund_allocation": "an operator credited a part of an allocation's cost: refund_id, allocation_id, reason";
     PaymentsCreate "payments.create": "a user began to pay into an account: amount_minor, currency";

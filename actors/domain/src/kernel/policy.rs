@@ -123,7 +123,7 @@ policy_keys! {
     BillingAdjustmentMax = "billing.adjustment_max_minor" for AccountHolder: int(100_000, 1, 100_000_000), "Largest amount that an operator may credit or debit at once.";
     BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts to process an event of the payment processor before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";
-    AllocationRefundWindow = "allocation.refund_window_days" for AccountHolder: int(30, 0, 365), "How long after a payment, or the end of an allocation, a refund is possible.";
+    AllocationRefundWindow = "allocation.refund_window_days": int(30, 0, 365), "How long after a payment, or the end of an allocation, a refund is possible.";
     AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", FULL_REIMAGE]), "How a node is cleaned after a tenant.";
     AllocationProvisioningTimeout = "allocation.provisioning_timeout_seconds": int(600, 5, 86_400), "How long provisioning may take.";
     AllocationReleaseTimeout = "allocation.release_timeout_seconds": int(600, 5, 86_400), "How long one clean-up attempt may take.";
@@ -152,11 +152,11 @@ policy_keys! {
     TerminalRecordingMaxUser = "terminal.recording_max_user_mib": int(4096, 1, 1_048_576), "Stored recordings of one user; over it recording fails.";
     TerminalRecordingMaxTotal = "terminal.recording_max_total_mib": int(65_536, 1, 16_777_216), "Stored recordings of all users; over it recording fails.";
     TerminalRecordingRetention = "terminal.recording_retention_days": int(30, 1, 3650), "How long a recording is kept after its session.";
-    NotificationLowBalance = "notification.low_balance_enabled" for AccountHolder: switch(true), "Whether users are notified of a low balance.";
-    NotificationBalanceDepleted = "notification.balance_depleted_enabled" for AccountHolder: switch(true), "Whether users are notified of a depleted balance.";
-    NotificationEndpoints = "notification.endpoints_per_holder" for AccountHolder: int(5, 0, 50), "Webhooks and e-mail addresses that a user, or an organization, may have beside the address of the access token.";
-    NotificationEmail = "notification.email_enabled" for AccountHolder: switch(true), "E-mail about balances that run low and machines that fail.";
-    NotificationDeliveryMaxAttempts = "notification.delivery_max_attempts" for AccountHolder: int(8, 1, 10), "Attempts at one message to a webhook or an e-mail address before it is a dead letter.";
+    NotificationLowBalance = "notification.low_balance_enabled" for Recipient: switch(true), "Whether users are notified of a low balance.";
+    NotificationBalanceDepleted = "notification.balance_depleted_enabled" for Recipient: switch(true), "Whether users are notified of a depleted balance.";
+    NotificationEndpoints = "notification.endpoints_per_holder" for Recipient: int(5, 0, 50), "Webhooks and e-mail addresses that a user, or an organization, may have beside the address of the access token.";
+    NotificationEmail = "notification.email_enabled" for Recipient: switch(true), "E-mail about balances that run low and machines that fail.";
+    NotificationDeliveryMaxAttempts = "notification.delivery_max_attempts" for Recipient: int(8, 1, 10), "Attempts at one message to a webhook or an e-mail address before it is a dead letter.";
     NotificationConnections = "notification.connections_per_user": int(32, 1, 1000), "Connections for notifications that one user may have open.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
     AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";
@@ -276,6 +276,7 @@ mod tests {
             let subject = match key.applies_to() {
                 AppliesTo::Caller => "caller",
                 AppliesTo::AccountHolder => "holder",
+                AppliesTo::Recipient => "recipient",
                 AppliesTo::Service => "service",
             };
             let default = key.default_value().to_string().replace('"', "");

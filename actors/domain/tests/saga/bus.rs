@@ -143,6 +143,7 @@ impl Simulation {
                     user_id: asked.owner.user_id.clone(),
                     price: asked.price.clone(),
                     gpu_count: asked.gpu_count,
+                    plan: None,
                 };
                 if let Err(refused) = self.tell_account(&asked.holder(), hold) {
                     self.reached.insert("account without money".to_owned());

@@ -191,7 +191,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         },
         policy_values::Rejection::Scope {
             key: PolicyKey::BillingWindow,
-            scope: policy::PolicyScope::Plan("gold".into()),
+            scope: policy::PolicyScope::ProjectId("gold".into()),
         },
         policy_values::Rejection::Crosses { key: low, low, high, crossing },
         policy_values::Rejection::Differs { key: low, current: None },

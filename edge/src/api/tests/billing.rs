@@ -29,6 +29,7 @@ pub(super) async fn metered(api: &ApiHarness, account: Uuid, allocation: Allocat
         user_id: "ann".into(),
         price: domain::money::Price::new("EUR", 3_600).unwrap(),
         gpu_count: 1,
+        plan: None,
     };
     api.ask_as_system::<BillingAccount>(account, hold).await;
     let usage = Fact::Usage { allocation_id: allocation, from: Some(from), until: None };

@@ -191,6 +191,7 @@ impl AccountUpdate {
         let account = &mut self.account;
         if account.running().next().is_none() {
             account.window = None;
+            account.plan.adopt();
         }
         account.again = account.again.filter(|_| !account.meters.is_empty());
     }
@@ -215,6 +216,8 @@ impl AccountUpdate {
     /// were missed. After a clock was set back nothing is charged until it has caught up.
     pub(super) fn settle_until(&mut self, now: Timestamp, ctx: &TransitionContext<'_>) {
         if let Some(window) = self.account.window.filter(|window| window.ends_at <= now) {
+            // Before its length is read: the next window is covered as long as it will be.
+            self.account.plan.adopt();
             let length = self.length(ctx);
             let more = (now - window.ends_at).num_seconds() / length.num_seconds().max(1);
             let ends = |n: i64| window.ends_at + length * i32::try_from(n).unwrap_or(i32::MAX);
@@ -248,7 +251,7 @@ impl AccountUpdate {
 
     /// The balance is used up. The event is published once, until money comes in.
     fn deplete(&mut self, at: Timestamp, ctx: &TransitionContext<'_>) {
-        let grace = ctx.policy.seconds(PolicyKey::BillingDepletionGrace, &self.account.holder.scopes(), ctx.now);
+        let grace = ctx.policy.seconds(PolicyKey::BillingDepletionGrace, &self.account.scopes(), ctx.now);
         let account = &mut self.account;
         let fresh = Depletion { at, release_at: at + grace, is_over: false };
         let depletion = account.depletion.filter(|depletion| !depletion.is_over).unwrap_or(fresh);
@@ -328,7 +331,7 @@ impl AccountUpdate {
     /// Publishes once that the balance has fallen below the threshold.
     fn check_low_balance(&mut self, ctx: &TransitionContext<'_>) {
         let account = &mut self.account;
-        let threshold = ctx.policy.int(PolicyKey::BillingLowBalanceThreshold, &account.holder.scopes(), ctx.now);
+        let threshold = ctx.policy.int(PolicyKey::BillingLowBalanceThreshold, &account.scopes(), ctx.now);
         let is_low = MicroAmount::of_minor(threshold).is_some_and(|threshold| account.balance < threshold);
         if is_low && !account.is_low {
             self.events.push(Event::BalanceLow { account_id: account.id, holder: account.holder.clone() });
@@ -374,7 +377,7 @@ impl AccountUpdate {
     }
 
     fn length(&self, ctx: &TransitionContext<'_>) -> TimeDelta {
-        ctx.policy.seconds(PolicyKey::BillingWindow, &self.account.holder.scopes(), ctx.now)
+        ctx.policy.seconds(PolicyKey::BillingWindow, &self.account.scopes(), ctx.now)
     }
 }
 

@@ -1,6 +1,6 @@
 //! What allocations and payments report to a billing account.
 
-use super::{BillingAccount, Holder, Rejection, Reply};
+use super::{BillingAccount, Holder, PlanClaim, Rejection, Reply};
 use crate::id::{AllocationId, PaymentId, RefundId, UserId};
 use crate::money::{Currency, Price};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
@@ -12,7 +12,16 @@ use serde::{Deserialize, Serialize};
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Fact {
     /// Holds the cost of a first window of the allocation, if the account covers it.
-    Hold { holder: Holder, allocation_id: AllocationId, user_id: UserId, price: Price, gpu_count: u32 },
+    Hold {
+        holder: Holder,
+        allocation_id: AllocationId,
+        user_id: UserId,
+        price: Price,
+        gpu_count: u32,
+        /// The plan in the token of the request; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        plan: Option<PlanClaim>,
+    },
     /// All that is known of the allocation's usage. With an end and without a start: it never starts.
     Usage { allocation_id: AllocationId, from: Option<Timestamp>, until: Option<Timestamp> },
     /// A payment is credited. It opens the account, where there is none.
@@ -32,9 +41,9 @@ impl BillingAccount {
     pub(super) fn open_by_fact(fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
             // An allocation without a price needs no money, but it has a meter.
-            Fact::Hold { holder, allocation_id, user_id, price, gpu_count } => {
+            Fact::Hold { holder, allocation_id, user_id, price, gpu_count, plan } => {
                 let account = Self::opened(holder, price.currency.clone(), ctx);
-                account.hold(allocation_id, user_id, &price, gpu_count, ctx)
+                account.hold(allocation_id, user_id, &price, gpu_count, plan, ctx)
             }
             Fact::Deposit { payment_id, holder, currency, amount_minor } => {
                 let account = Self::opened(holder, currency.clone(), ctx);
@@ -50,8 +59,8 @@ impl BillingAccount {
 
     pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
-            Fact::Hold { holder: _, allocation_id, user_id, price, gpu_count } => {
-                self.hold(allocation_id, user_id, &price, gpu_count, ctx)
+            Fact::Hold { holder: _, allocation_id, user_id, price, gpu_count, plan } => {
+                self.hold(allocation_id, user_id, &price, gpu_count, plan, ctx)
             }
             Fact::Usage { allocation_id, from, until } => Ok(self.usage(allocation_id, from, until, ctx)),
             Fact::Deposit { payment_id, holder: _, currency, amount_minor } => {

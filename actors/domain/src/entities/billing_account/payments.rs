@@ -4,11 +4,12 @@
 use super::accrual::AccountUpdate;
 use super::{BillingAccount, Rejection};
 use crate::audit::AuditAction;
+use crate::authz::ResourceOwner;
 use crate::event::Event;
 use crate::id::{AllocationId, PaymentId, RefundId};
 use crate::ledger::{PostingKind, PostingSource, UsagePeriod};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, MicroAmount};
-use crate::policy::PolicyKey;
+use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use chrono::{SubsecRound, TimeDelta};
 use serde::{Deserialize, Serialize};
@@ -55,9 +56,11 @@ impl RefundedCost {
 
 /// An allocation's cost, as the caller has read it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AllocationCost {
+pub(super) struct AllocationCost<'a> {
     pub(super) cost: Option<MicroAmount>,
     pub(super) ended_at: Option<Timestamp>,
+    /// `None` from a member of an earlier release.
+    pub(super) renter: Option<&'a ResourceOwner>,
 }
 
 impl BillingAccount {
@@ -192,7 +195,7 @@ impl BillingAccount {
         &self,
         refund_id: RefundId,
         allocation_id: AllocationId,
-        spent: AllocationCost,
+        spent: AllocationCost<'_>,
         amount_minor: Option<i64>,
         reason: String,
         ctx: &TransitionContext<'_>,
@@ -204,7 +207,8 @@ impl BillingAccount {
         if self.refunded.get(&allocation_id).is_some_and(|refunded| refunded.refunds.len() >= MAX_REFUNDS) {
             return Err(Rejection::TooManyRefunds);
         }
-        let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &self.holder.scopes(), ctx.now);
+        let scopes = spent.renter.map_or_else(|| self.scopes(), Scopes::from);
+        let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &scopes, ctx.now);
         if spent.ended_at.unwrap_or(ctx.now) < ctx.now - TimeDelta::days(days) || days == 0 {
             return Err(Rejection::TooLate { days });
         }
@@ -297,7 +301,7 @@ impl AccountUpdate {
         is_exact: bool,
         ctx: &TransitionContext<'_>,
     ) -> PostingResult {
-        let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.account.holder.scopes(), ctx.now);
+        let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.account.scopes(), ctx.now);
         let (available, paid) = (self.account.available(ctx.now, window), self.account.paid());
         let there = available.min(paid).minor();
         let most = amount_minor.min(there);

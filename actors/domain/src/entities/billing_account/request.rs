@@ -2,7 +2,7 @@
 
 use super::{AccountUpdate, AllocationCost, BillingAccount, Holder, Rejection};
 use crate::audit::AuditAction;
-use crate::authz::Action;
+use crate::authz::{Action, ResourceOwner};
 use crate::id::{AllocationId, RefundId};
 use crate::money::{Currency, MicroAmount};
 use crate::state_machine::{self, Timestamp, Transition, TransitionContext};
@@ -32,6 +32,9 @@ pub enum Request {
         cost: Option<MicroAmount>,
         /// When it ended.
         ended_at: Option<Timestamp>,
+        /// Its renter, for whom the refund window is resolved; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        renter: Option<ResourceOwner>,
         amount_minor: Option<i64>,
         reason: String,
     },
@@ -65,8 +68,8 @@ impl BillingAccount {
         match request {
             Request::Open { currency, .. } => self.reopen(&currency),
             Request::Adjust { amount_minor, currency, reason } => self.adjust(amount_minor, &currency, reason, ctx),
-            Request::RefundAllocation { refund_id, allocation_id, cost, ended_at, amount_minor, reason } => {
-                let cost = AllocationCost { cost, ended_at };
+            Request::RefundAllocation { refund_id, allocation_id, cost, ended_at, renter, amount_minor, reason } => {
+                let cost = AllocationCost { cost, ended_at, renter: renter.as_ref() };
                 self.refund_allocation(refund_id, allocation_id, cost, amount_minor, reason, ctx)
             }
         }

@@ -3,6 +3,7 @@
 
 mod coverage;
 mod credit;
+mod holder_plan;
 mod refunds;
 mod simulation;
 
@@ -37,6 +38,7 @@ struct Bench {
     account: Option<BillingAccount>,
     ledger: Vec<Posting>,
     published: Vec<Event>,
+    audited: Vec<AuditRecord>,
     policy: PolicyBook,
     now: Timestamp,
 }
@@ -45,7 +47,7 @@ impl Bench {
     /// Without an account. A window lasts a minute.
     fn new() -> Self {
         let (policy, now) = (PolicyBook::default(), begin());
-        Self { account: None, ledger: Vec::new(), published: Vec::new(), policy, now }
+        Self { account: None, ledger: Vec::new(), published: Vec::new(), audited: Vec::new(), policy, now }
     }
 
     fn with(minor: i64) -> Self {
@@ -79,6 +81,7 @@ impl Bench {
         }
         self.ledger.extend(step.postings);
         self.published.extend(step.events);
+        self.audited.extend(step.audit);
         self.account = step.next;
         assert!(self.it().is_covered_until_the_next_charge(), "I3 at {}: {:#?}", self.now, self.it());
         Ok(())
@@ -94,7 +97,8 @@ impl Bench {
 
     fn hold(&mut self, n: u64, price: i64, gpu_count: u32) -> Result<(), Rejection> {
         let (holder, price) = (Holder::User("ann".into()), Price::new("EUR", price).unwrap());
-        self.send(Fact::Hold { holder, allocation_id: allocation(n), user_id: "ann".into(), price, gpu_count })
+        let (allocation_id, user_id) = (allocation(n), "ann".into());
+        self.send(Fact::Hold { holder, allocation_id, user_id, price, gpu_count, plan: None })
     }
 
     fn use_of(&mut self, n: u64, from: Timestamp, until: Option<Timestamp>) {
@@ -198,6 +202,7 @@ fn allocation_without_cover_is_rejected() {
         user_id: "ann".into(),
         price: dollars,
         gpu_count: 1,
+        plan: None,
     };
     assert!(matches!(bench.send(command), Err(Rejection::CurrencyDiffers { .. })));
     bench.check();
@@ -393,6 +398,7 @@ fn account_without_cost_takes_the_currency_of_the_first_deposit() {
         user_id: "ann".into(),
         price: Price::new(currency, 0).unwrap(),
         gpu_count: 1,
+        plan: None,
     };
     let mut bench = Bench::new();
     bench.send(free("USD")).unwrap();

@@ -1,6 +1,6 @@
 //! What the workers of notifications and the edge report to a notification endpoint.
 
-use super::{NotificationEndpoint, QueuedNotification, Reply};
+use super::{NotificationEndpoint, QueuedNotification, RecipientClaims, Reply};
 use crate::id::UserId;
 use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,13 @@ use uuid::Uuid;
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Fact {
     /// The identity provider has verified this address of the user.
-    Introduce { user_id: UserId, address: String },
+    Introduce {
+        user_id: UserId,
+        address: String,
+        /// What the token names beside them; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        claims: Option<RecipientClaims>,
+    },
     /// A message for the endpoint.
     Enqueue { message: QueuedNotification },
     /// The receiver has accepted the message.
@@ -36,7 +42,7 @@ pub struct DeliveryFailure {
 impl NotificationEndpoint {
     pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match fact {
-            Fact::Introduce { address, .. } => self.address_changed(address),
+            Fact::Introduce { address, claims, .. } => self.reintroduced(address, claims),
             Fact::Enqueue { .. } | Fact::Delivered { .. } | Fact::Failed { .. } if !self.exists() => {
                 Transition::stay(Reply::Done)
             }

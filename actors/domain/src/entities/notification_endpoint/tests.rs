@@ -323,7 +323,7 @@ fn former_secret_signs_for_a_day() {
 #[test]
 fn address_follows_the_token_and_a_deleted_endpoint_stays_deleted() {
     let ann = person("ann", None);
-    let introduce = |address: &str| Fact::Introduce { user_id: "ann".into(), address: address.into() };
+    let introduce = |address: &str| Fact::Introduce { user_id: "ann".into(), address: address.into(), claims: None };
     let mut story = Story::new();
     assert!(story.send(introduce("ann@example.com")));
     assert!(!story.send(introduce("ann@example.com")));
@@ -336,6 +336,54 @@ fn address_follows_the_token_and_a_deleted_endpoint_stays_deleted() {
     assert_eq!(story.by(&ann, Request::Change { change: url }).unwrap_err(), Rejection::NotAWebhook);
     story.by(&ann, Request::Delete).unwrap();
     assert!(!story.send(introduce("ann@example.net")));
+}
+
+#[test]
+fn policies_follow_the_recipient_as_the_last_token_names_it() {
+    let ann = |org_id: Option<&str>, plan: Option<&str>| {
+        let Principal::Caller(caller) = person("ann", org_id) else { unreachable!() };
+        Principal::Caller(CallerIdentity { plan: plan.map(str::to_owned), ..caller })
+    };
+    let mut story = Story::new();
+    let limit = PolicyKey::NotificationEndpoints;
+    story.policy.set(limit, PolicyScope::Plan("free".into()), start(), PolicyValue::Int(0)).unwrap();
+    let webhook = || create(Holder::User("ann".into()), None, 0);
+    assert_eq!(story.by(&ann(None, Some("free")), webhook()).unwrap_err(), Rejection::TooMany { limit: 0 });
+    story.by(&ann(Some("acme"), Some("pro")), webhook()).unwrap();
+    let named = |org_id: Option<&str>, plan: Option<&str>| Scopes {
+        user_id: Some("ann".into()),
+        org_id: org_id.map(OrgId::from),
+        project_id: None,
+        plan: plan.map(str::to_owned),
+    };
+    assert_eq!(story.it().scopes(), named(Some("acme"), Some("pro")));
+    // An administrator's token is not the recipient's.
+    let Principal::Caller(root) = person("root", Some("ops")) else { unreachable!() };
+    let root = Principal::Caller(CallerIdentity { roles: [TokenRole::Admin].into(), ..root });
+    let change = |events: &str| {
+        let events = Some(Some([events.to_owned()].into()));
+        Request::Change { change: EndpointChange { events, ..EndpointChange::default() } }
+    };
+    story.by(&root, change("billing.balance_low")).unwrap();
+    assert_eq!(story.it().scopes(), named(Some("acme"), Some("pro")));
+    story.by(&ann(None, Some("free")), change("billing.balance_depleted")).unwrap();
+    assert_eq!(story.it().scopes(), named(None, Some("free")));
+
+    let mut story = Story::new();
+    let introduce = |plan: Option<&str>| Fact::Introduce {
+        user_id: "ann".into(),
+        address: "ann@example.com".into(),
+        claims: plan.map(|plan| RecipientClaims { org_id: None, plan: Some(plan.into()) }),
+    };
+    assert!(story.send(introduce(Some("pro"))));
+    assert!(!story.send(introduce(None)), "a member of an earlier release does not name it");
+    assert_eq!(story.it().scopes(), named(None, Some("pro")));
+    assert!(story.send(introduce(Some("free"))));
+    assert_eq!(story.it().scopes(), named(None, Some("free")));
+
+    let mut story = Story::new();
+    story.by(&ann(Some("acme"), Some("pro")), create(Holder::Org("acme".into()), None, 0)).unwrap();
+    assert_eq!(story.it().scopes(), Scopes { user_id: None, ..named(Some("acme"), Some("pro")) });
 }
 
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@ use super::{MAX_REFUNDS, Payment, Phase, PhaseName, REFUND_OVERDUE_AFTER, Reject
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
-use crate::policy::PolicyKey;
+use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -109,7 +109,8 @@ impl Payment {
         let Phase::Deposited { paid_at, .. } = self.phase else {
             return Err(Rejection::NotPaid { state: PhaseName::from(&self.phase) });
         };
-        let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &self.holder.scopes(), ctx.now);
+        // The payer's, whoever holds the account that was paid into.
+        let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &Scopes::from(ctx.by), ctx.now);
         if ctx.now - paid_at > TimeDelta::days(days) {
             return Err(Rejection::TooLate { days });
         }

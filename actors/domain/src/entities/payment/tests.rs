@@ -268,6 +268,7 @@ impl PaymentHarness {
             user_id: "ann".into(),
             price: Price::new("EUR", price).unwrap(),
             gpu_count: 1,
+            plan: None,
         };
         self.tell_account(hold).unwrap();
         let from = Some(self.now);

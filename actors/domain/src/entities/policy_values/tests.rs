@@ -323,24 +323,100 @@ proptest! {
 #[test]
 fn value_for_a_scope_that_its_key_does_not_apply_to_is_refused() {
     let window = |scope| PolicyWrite { scope, key: PolicyKey::BillingWindow, ..new(120) };
-    for scope in [PolicyScope::ProjectId("p".into()), PolicyScope::Plan("pro".into())] {
-        let refused = write(None, window(scope.clone()), 0);
-        assert_eq!(refused, Err(Rejection::Scope { key: PolicyKey::BillingWindow, scope }));
-    }
-    for scope in [PolicyScope::UserId("ann".into()), PolicyScope::OrgId("acme".into()), PolicyScope::Global] {
+    let project = PolicyScope::ProjectId("p".into());
+    let refused = write(None, window(project.clone()), 0);
+    assert_eq!(refused, Err(Rejection::Scope { key: PolicyKey::BillingWindow, scope: project }));
+    let (user, org) = (PolicyScope::UserId("ann".into()), PolicyScope::OrgId("acme".into()));
+    for scope in [user, org, PolicyScope::Plan("pro".into()), PolicyScope::Global] {
         write(None, window(scope), 0).unwrap();
     }
 }
 
 #[test]
 fn stored_value_of_an_inapplicable_scope_is_ignored_and_can_be_revoked() {
-    let scope = PolicyScope::Plan("pro".into());
+    let scope = PolicyScope::ProjectId("p".into());
     let mut stored = write(None, PolicyWrite { scope: scope.clone(), ..new(10) }, 0).unwrap();
     stored.values[0].key = PolicyKey::BillingWindow.name().to_owned();
     let mut book = PolicyBook::default();
     assert_eq!(stored.enter(&mut book), ["billing.window_seconds"]);
-    let of_the_plan = Scopes { plan: Some("pro".into()), ..Scopes::default() };
-    assert_eq!(book.resolve(PolicyKey::BillingWindow, &of_the_plan, at(1)), (PolicyValue::Int(60), None));
+    let of_the_project = Scopes { project_id: Some("p".into()), ..Scopes::default() };
+    assert_eq!(book.resolve(PolicyKey::BillingWindow, &of_the_project, at(1)), (PolicyValue::Int(60), None));
     let gone = revoke(&stored, PolicyRevocation { key: PolicyKey::BillingWindow, ..in_force() }, 5).unwrap();
     assert!(gone.values.is_empty());
+}
+
+/// The chains in which a key is resolved, most specific scope first, and why it has no others (decisions 3, *Which scopes a key has*). An
+/// account is a user's or an organization's.
+fn chains_of(key: PolicyKey) -> (&'static [&'static [&'static str]], &'static str) {
+    match key.name() {
+        "billing.window_seconds"
+        | "billing.low_balance_threshold_minor"
+        | "billing.depletion_grace_seconds"
+        | "billing.adjustment_max_minor" => {
+            (&[&["user_id", "plan", "global"], &["org_id", "plan", "global"]], "a billing account")
+        }
+        "notification.low_balance_enabled"
+        | "notification.balance_depleted_enabled"
+        | "notification.email_enabled"
+        | "notification.endpoints_per_holder"
+        | "notification.delivery_max_attempts" => {
+            (&[&["user_id", "org_id", "plan", "global"]], "the recipient of a notification")
+        }
+        "billing.webhook_max_attempts"
+        | "maas.deploy_timeout_seconds"
+        | "maas.release_timeout_seconds"
+        | "rate_limit.enrollment_requests_per_minute"
+        | "rate_limit.authentication_failures_per_minute"
+        | "sku.approval_ttl_seconds" => (&[&["global"]], "the service as a whole"),
+        name if ["node.", "keys.", "retention.", "rate_limit.node_"].iter().any(|area| name.starts_with(area)) => {
+            (&[&["global"]], "the service as a whole")
+        }
+        _ => (&[&["user_id", "project_id", "org_id", "plan", "global"]], "the caller of a request"),
+    }
+}
+
+#[test]
+fn every_key_takes_its_scopes_which_win_in_their_order_and_refuses_the_others_with_the_reason() {
+    let all = [
+        PolicyScope::UserId("ann".into()),
+        PolicyScope::ProjectId("p".into()),
+        PolicyScope::OrgId("acme".into()),
+        PolicyScope::Plan("pro".into()),
+        PolicyScope::Global,
+    ];
+    let of_kind = |kind: &str| all.iter().find(|scope| scope.kind() == kind).unwrap();
+    for key in PolicyKey::ALL.iter().copied() {
+        let (chains, reason) = chains_of(key);
+        let write = |scope: &PolicyScope| {
+            let value = PolicyWrite { key, scope: scope.clone(), value: key.default_value(), ..new(0) };
+            self::write(None, value, 0)
+        };
+        for scope in all.iter().filter(|scope| !chains.iter().any(|chain| chain.contains(&scope.kind()))) {
+            let refused = write(scope).unwrap_err();
+            assert_eq!(refused, Rejection::Scope { key, scope: scope.clone() });
+            let message = state_machine::Rejection::explain(refused).message;
+            assert!(message.contains(key.name()) && message.contains(reason), "{message}");
+        }
+        for chain in chains {
+            let is_of_a_user = chains.len() > 1 && chain.contains(&"user_id");
+            let subject = Scopes {
+                user_id: Some("ann".into()),
+                project_id: Some("p".into()),
+                // The account of a user is that of a token without an organization.
+                org_id: (!is_of_a_user).then(|| "acme".into()),
+                plan: Some("pro".into()),
+            };
+            let mut book = PolicyBook::default();
+            for scope in chains.iter().flat_map(|other| other.iter()).filter(|kind| !chain.contains(*kind)) {
+                assert!(write(of_kind(scope)).unwrap().enter(&mut book).is_empty());
+            }
+            assert_eq!(book.look_up(key, &subject, at(0)).by, None, "{}: another account's value", key.name());
+            for kind in chain.iter().rev() {
+                let scope = of_kind(kind);
+                assert!(write(scope).unwrap().enter(&mut book).is_empty());
+                let (_, won) = book.resolve(key, &subject, at(0));
+                assert_eq!(won.as_ref(), Some(scope), "{}", key.name());
+            }
+        }
+    }
 }

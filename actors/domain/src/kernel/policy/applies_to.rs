@@ -9,8 +9,10 @@ pub enum AppliesTo {
     /// The caller of a request, as the token names them: user, project, organization and plan.
     Caller,
     /// The holder of a billing account: a user, or the organization that the users' tokens name. In an organization's account no user has
-    /// a value of their own.
+    /// a value of their own. The plan is that of the holder, as the last token named it.
     AccountHolder,
+    /// The recipient of a notification: a user, who may be a member of an organization, or an organization.
+    Recipient,
     /// The service as a whole.
     Service,
 }
@@ -21,7 +23,7 @@ impl AppliesTo {
     pub const fn scope_kinds(self) -> &'static [&'static str] {
         match self {
             Self::Caller => &["user_id", "project_id", "org_id", "plan", "global"],
-            Self::AccountHolder => &["user_id", "org_id", "global"],
+            Self::AccountHolder | Self::Recipient => &["user_id", "org_id", "plan", "global"],
             Self::Service => &["global"],
         }
     }
@@ -32,6 +34,7 @@ impl AppliesTo {
         match self {
             Self::Caller => "it applies to the caller of a request",
             Self::AccountHolder => "it applies to a billing account, which a user or an organization holds",
+            Self::Recipient => "it applies to the recipient of a notification, which is a user or an organization",
             Self::Service => "it applies to the service as a whole",
         }
     }

@@ -70,7 +70,8 @@ impl Scopes {
         Self::default()
     }
 
-    /// The scopes that such a key is resolved in. An account belongs to the organization wherever a token names one.
+    /// The scopes that such a key is resolved in. An account belongs to the organization wherever a token names one: none of its users has
+    /// a value of their own there. A recipient is a user also as a member of an organization.
     fn by_specificity(&self, applies_to: AppliesTo) -> impl Iterator<Item = PolicyScope> {
         let is_of_an_org = matches!(applies_to, AppliesTo::AccountHolder) && self.org_id.is_some();
         let named = [
@@ -365,10 +366,9 @@ mod tests {
     fn value_in_an_inapplicable_scope_is_not_entered_and_never_wins() {
         let mut book = PolicyBook::default();
         let (window, offline) = (PolicyKey::BillingWindow, PolicyKey::NodeOfflineAfter);
-        for scope in [PolicyScope::ProjectId("p".into()), PolicyScope::Plan("pro".into())] {
-            let refused = book.set(window, scope.clone(), at(0), PolicyValue::Int(7));
-            assert_eq!(refused, Err(PolicyValueError::Scope { key: window, scope }));
-        }
+        let scope = PolicyScope::ProjectId("p".into());
+        let refused = book.set(window, scope.clone(), at(0), PolicyValue::Int(7));
+        assert_eq!(refused, Err(PolicyValueError::Scope { key: window, scope }));
         assert!(book.set(offline, PolicyScope::UserId("ann".into()), at(0), PolicyValue::Int(30)).is_err());
         assert_eq!(book, PolicyBook::default());
     }
@@ -386,7 +386,8 @@ mod tests {
         let ann_at_acme = Scopes { org_id: Some("acme".into()), ..ann.clone() };
         for scopes in [&ann, &ann_at_acme] {
             let holder = Holder::paying_for(&"ann".into(), scopes.org_id.as_ref());
-            assert_eq!(book.resolve(window, scopes, at(1)), book.resolve(window, &holder.scopes(), at(1)));
+            let of_the_account = holder.scopes(scopes.plan.as_deref());
+            assert_eq!(book.resolve(window, scopes, at(1)), book.resolve(window, &of_the_account, at(1)));
         }
         assert_eq!(book.resolve(window, &ann_at_acme, at(1)), (PolicyValue::Int(90), Some(org)));
         assert_eq!(book.resolve(ssh_keys, &ann_at_acme, at(1)), (PolicyValue::Int(30), Some(user)));

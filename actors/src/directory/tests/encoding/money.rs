@@ -4,7 +4,8 @@ use super::*;
 
 #[test]
 fn of_a_billing_account() {
-    use domain::billing_account::{BillingAccount, Command, Fact, Holder, Rejection, Reply, Request};
+    use domain::authz::ResourceOwner;
+    use domain::billing_account::{BillingAccount, Command, Fact, Holder, PlanClaim, Rejection, Reply, Request};
     use domain::money::{Currency, MicroAmount};
     let currency = Currency::parse("EUR").unwrap();
     let holder = Holder::Org(text().into());
@@ -18,6 +19,13 @@ fn of_a_billing_account() {
         user_id: "ann".into(),
         price: price.clone(),
         gpu_count: 4,
+        plan: Some(PlanClaim { plan: Some(text()), seen_at: at() }),
+    };
+    let renter = ResourceOwner {
+        user_id: text().into(),
+        org_id: Some(text().into()),
+        project_id: Some(text().into()),
+        plan: Some(text()),
     };
     let usage = |from, until| Fact::Usage { allocation_id: TENANT, from, until };
     let commands: Vec<Command> = vec![
@@ -37,6 +45,7 @@ fn of_a_billing_account() {
             allocation_id: TENANT,
             cost: Some(MicroAmount::of(7)),
             ended_at: Some(at()),
+            renter: Some(renter),
             amount_minor: Some(7),
             reason: text(),
         }

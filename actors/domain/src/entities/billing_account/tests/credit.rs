@@ -47,6 +47,7 @@ impl Bench {
             allocation_id: allocation(n),
             cost: Some(MicroAmount::of(self.cost(n).0)),
             ended_at: Some(self.now),
+            renter: None,
             amount_minor,
             reason: "a faulty switch".into(),
         })

@@ -22,6 +22,7 @@ impl Bench {
             allocation_id: allocation(n),
             cost: spent.map(MicroAmount::of),
             ended_at,
+            renter: None,
             amount_minor,
             reason: "a faulty switch".into(),
         })
@@ -118,4 +119,44 @@ fn account_of_the_previous_release_is_read() {
         stored.as_object_mut().unwrap().remove(field).unwrap();
     }
     assert_eq!(&serde_json::from_value::<BillingAccount>(stored).unwrap(), bench.it());
+}
+
+#[test]
+fn refund_window_of_an_allocation_is_resolved_for_its_renter() {
+    use crate::authz::ResourceOwner;
+    let mut bench = Bench::with(10_000);
+    bench.used(1, 1_000);
+    let cost = MicroAmount::of(bench.cost(1).0);
+    let renter = ResourceOwner {
+        user_id: "ann".into(),
+        org_id: Some("acme".into()),
+        project_id: Some("p".into()),
+        plan: Some("pro".into()),
+    };
+    let scopes = [
+        PolicyScope::Global,
+        PolicyScope::Plan("pro".into()),
+        PolicyScope::OrgId("acme".into()),
+        PolicyScope::ProjectId("p".into()),
+        PolicyScope::UserId("ann".into()),
+    ];
+    let window = PolicyKey::AllocationRefundWindow;
+    for (days, scope) in (1..).zip(scopes) {
+        bench.policy.set(window, scope.clone(), Timestamp::UNIX_EPOCH, PolicyValue::Int(days)).unwrap();
+        let mut refund = |refund: i64, age: TimeDelta| {
+            let ended_at = Some(bench.now - age);
+            bench.send(Request::RefundAllocation {
+                refund_id: RefundId(Uuid::from_u128(refund.unsigned_abs().into())),
+                allocation_id: allocation(1),
+                cost: Some(cost),
+                ended_at,
+                renter: Some(renter.clone()),
+                amount_minor: Some(1),
+                reason: "a faulty switch".into(),
+            })
+        };
+        assert_eq!(refund(1, TimeDelta::days(days + 1)), Err(Rejection::TooLate { days }), "{scope}");
+        refund(100 + days, TimeDelta::days(days)).unwrap();
+    }
+    bench.check();
 }

@@ -52,6 +52,38 @@ fn refund_is_for_the_payer_only_and_within_the_window() {
 }
 
 #[test]
+fn refund_window_of_a_payment_is_resolved_for_its_payer() {
+    let mut world = PaymentHarness::deposited(5_000);
+    let Principal::Caller(caller) = ann() else { unreachable!() };
+    let payer = Principal::Caller(CallerIdentity {
+        org_id: Some("acme".into()),
+        project_id: Some("p".into()),
+        plan: Some("pro".into()),
+        ..caller
+    });
+    let scopes = [
+        PolicyScope::Global,
+        PolicyScope::Plan("pro".into()),
+        PolicyScope::OrgId("acme".into()),
+        PolicyScope::ProjectId("p".into()),
+        PolicyScope::UserId("ann".into()),
+    ];
+    world.now += TimeDelta::days(10);
+    let refund = |n| Request::Refund { refund_id: refund_id(n), amount_minor: Some(1), reason: "r".into() };
+    for (n, scope) in (0..).zip(scopes) {
+        let key = PolicyKey::AllocationRefundWindow;
+        world.policy.set(key, scope.clone(), Timestamp::UNIX_EPOCH, PolicyValue::Int(9)).unwrap();
+        assert_eq!(
+            world.ask(&payer, payment_id(0), refund(n)),
+            Err(Rejection::TooLate { days: 9 }),
+            "the value of {scope}"
+        );
+        world.policy.set(key, scope, Timestamp::UNIX_EPOCH, PolicyValue::Int(10)).unwrap();
+        world.ask(&payer, payment_id(0), refund(n)).unwrap();
+    }
+}
+
+#[test]
 fn spent_or_held_money_is_not_refunded() {
     let mut world = PaymentHarness::deposited(5_000);
     world.use_up(1_000);
