@@ -12,6 +12,7 @@ mod capacity;
 mod commands_with_reason;
 #[cfg(feature = "console")]
 mod console_files;
+mod deprecation;
 mod document;
 mod health;
 mod health_rule;
@@ -58,6 +59,7 @@ use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_comm
 use crate::limits::rate_limit::RateLimitGroup;
 use axum::routing::get;
 use axum::{Extension, Router};
+use deprecation::{DEPRECATIONS, Deprecation};
 use routing::{Access, RouteKind, Routes, Row};
 use std::time::Duration;
 use utoipa::openapi::OpenApi;
@@ -72,8 +74,11 @@ const MAX_CONCURRENT_OPERATOR_REQUESTS: usize = 64;
 
 /// The public API, ready to be served.
 pub fn router(app: AppState) -> Router {
+    served(routes(), app)
+}
+
+fn served((router, api): (Router<AppState>, OpenApi), app: AppState) -> Router {
     let scope_settings = app.scope_settings(Service { name: "api", shows_route: false });
-    let (router, api) = routes();
     #[cfg(feature = "console")]
     let router = router.merge(console_files::router());
     let router = router
@@ -102,8 +107,8 @@ pub fn operations(app: AppState) -> Router {
 /// A row: the access, the kind, the path (and the rate-limit group, where it is not `Api`) => the handler, and the error codes beside
 /// those of every route of its kind.
 macro_rules! route_table {
-    ($($access:ident $kind:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
-        Routes::new()$(.row(
+    (of $deprecations:ident; $($access:ident $kind:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
+        Routes::new($deprecations)$(.row(
             &Row {
                 access: Access::$access,
                 kind: RouteKind::$kind,
@@ -127,9 +132,14 @@ macro_rules! group {
     };
 }
 
-#[rustfmt::skip]
 fn routes() -> (Router<AppState>, OpenApi) {
+    routes_deprecating(DEPRECATIONS)
+}
+
+#[rustfmt::skip]
+fn routes_deprecating(deprecations: &'static [Deprecation]) -> (Router<AppState>, OpenApi) {
     route_table! {
+        of deprecations;
         Anyone Get       "/api/v1/healthz"                                  => health::healthz;
         Internal Get     "/api/v1/readyz"                                   => health::readyz;
         Internal Get     "/metrics"                                         => health::metrics;

@@ -13,6 +13,7 @@ use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
+use super::deprecation::Deprecation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
 use super::path_parameters::path_parameters;
 use super::request_fields::LabelSelector;
@@ -117,6 +118,7 @@ pub(super) struct NoQuery;
 
 /// A builder of the router and its description.
 pub(super) struct Routes {
+    deprecations: &'static [Deprecation],
     open: Router<AppState>,
     guarded: Router<AppState>,
     long: Router<AppState>,
@@ -126,8 +128,9 @@ pub(super) struct Routes {
 }
 
 impl Routes {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(deprecations: &'static [Deprecation]) -> Self {
         Self {
+            deprecations,
             open: Router::new(),
             guarded: Router::new(),
             long: Router::new(),
@@ -142,8 +145,12 @@ impl Routes {
         let mut item = described.unwrap_or_default();
         let operation = operation_mut(&mut item, row.kind);
         assert!(operation.is_some(), "{} {}: its handler is for another method", row.kind.method(), row.path);
+        let deprecation = self.deprecations.iter().find(|it| it.is_of(row.kind.method(), row.path));
         if let Some(operation) = operation {
             describe(operation, row);
+            if let Some(deprecation) = deprecation {
+                deprecation.describe(operation);
+            }
         }
         let takes_query = operation_mut(&mut item, row.kind).is_some_and(|operation| takes_query(operation));
         let refuses_query = is_strict(row) && !takes_query;
@@ -166,7 +173,7 @@ impl Routes {
         }
         // Open routes have limits of their own, so that load on the others does not block operators.
         if matches!(row.access, Access::Anyone | Access::Internal) {
-            self.open = self.open.merge(router);
+            self.open = self.open.merge(Deprecation::announced(deprecation, router));
         } else {
             let limited = router.route_layer(from_fn_with_state(row.group, in_group));
             let routes = match (row.access, row.kind) {
@@ -174,7 +181,7 @@ impl Routes {
                 (_, RouteKind::GetLong) => &mut self.long,
                 _ => &mut self.guarded,
             };
-            *routes = std::mem::take(routes).merge(limited);
+            *routes = std::mem::take(routes).merge(Deprecation::announced(deprecation, limited));
         }
         self
     }

@@ -11,6 +11,7 @@ mod console_logout;
 mod console_protections;
 mod console_sessions;
 mod contract;
+mod deprecations;
 mod errors;
 mod fake_processor;
 mod gpu_reset;
