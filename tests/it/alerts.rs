@@ -120,7 +120,7 @@ const SPECIFIED_RUNBOOKS: [(&str, &[&str]); 6] = [
     ("ops.api.degradation", &["GPUAASRateLimitFailOpenDetected"]),
     ("ops.provisioning.stuck", &["GPUAASProvisioningTimeouts", "GPUAASProvisioningFailuresSpike"]),
     ("ops.node.onboarding", &["GPUAASEnrollmentRefusedSpike", "GPUAASSshKeysNotWritten", "GPUAASSshKeysAltered"]),
-    ("ops.lab.three-host", &["GPUAASLabHostSilent"]),
+    ("ops.lab.three-host", &["GPUAASLabHostSilent", "GPUAASLabBoundaryBroken"]),
 ];
 
 #[test]

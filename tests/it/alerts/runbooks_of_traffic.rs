@@ -144,5 +144,12 @@ async fn alerts_of_events_of_a_silent_host_and_of_the_monitoring_are_resolved_by
     follow(folder.path(), &silent, LAB, &["Afterwards"], "").await;
     alerts.expect("pager", "GPUAASOutboxBacklog", false).await;
     alerts.expect("tickets", "GPUAASLabHostSilent", false).await;
+
+    // All hosts answer, and one does not reach the host with NATS.
+    cluster.nats.stop().await;
+    let broken = monitoring.alertmanager.expect("tickets", "GPUAASLabBoundaryBroken", true).await;
+    cluster.nats.start_again().await.unwrap();
+    monitoring.alertmanager.expect("tickets", "GPUAASLabBoundaryBroken", false).await;
+    follow(folder.path(), &broken, LAB, &["Afterwards"], "").await;
     cluster.shutdown().await;
 }
