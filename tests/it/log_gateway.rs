@@ -30,6 +30,11 @@ impl CollectingNode {
         Self { node, agent, collector: anonymous(&bundle), url: format!("{}{PUSH}", cluster.node_url()) }
     }
 
+    /// The same node, with a collector that sends to another address.
+    pub(crate) fn pushing_to(self, base: &str) -> Self {
+        Self { url: format!("{base}{PUSH}"), ..self }
+    }
+
     pub(crate) async fn token(&self) -> String {
         let answer = self.agent.send(Method::POST, "log-token", None).await.ok();
         answer["token"].as_str().unwrap().to_owned()
