@@ -9,6 +9,46 @@ use uuid::Uuid;
 const TREE: &str = "/api/v1/admin/runtime/tree?shards=true";
 
 #[tokio::test(flavor = "multi_thread")]
+async fn overview_counts_entities_by_state_free_gpus_and_money() {
+    const OVERVIEW: &str = "/api/v1/admin/overview";
+    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let accounts = cluster.admin.get("/api/v1/admin/billing/accounts").await.ok();
+    let accounts = accounts["items"].as_array().unwrap();
+    let sum: i64 = accounts.iter().map(|account| account["balance_minor"].as_i64().unwrap()).sum();
+    let (currency, count) = (&accounts[0]["currency"], accounts.len());
+    let money = json!([{ "currency": currency, "accounts": count, "depleted": 0, "balance_minor": sum }]);
+    assert!(sum > 0, "{accounts:?}");
+    for replica in [0, 1] {
+        let seen = cluster.at_replica(replica, "admin").get(OVERVIEW).await.ok();
+        assert_eq!((&seen["money"], &seen["gpus"]), (&money, &json!([])), "at replica {replica}");
+    }
+
+    cluster.node("h100").await;
+    let is_free = |it: &Value| it["gpus"][0]["gpus_free"] == 8 && it["gpus"][0]["gpus_held"] == 0;
+    cluster.admin.wait_until(OVERVIEW, "all GPUs are free", is_free).await;
+    let rented = cluster.rent("h100", 1).await;
+    rented.expect_state("active").await;
+    for replica in [0, 1] {
+        let admin = cluster.at_replica(replica, "admin");
+        let seen = admin
+            .wait_until(OVERVIEW, "the rental is counted", |it| {
+                it["entities_by_kind"]["allocation"] == json!({ "active": 1 }) && it["gpus"][0]["gpus_held"] == 1
+            })
+            .await;
+        assert_eq!(seen["entities_by_kind"]["node"], json!({ "active": 1 }), "{seen}");
+        let of_nodes = &seen["gpus"][0];
+        assert_eq!((&of_nodes["nodes"], &of_nodes["sku"]), (&json!(1), &json!("h100")), "{seen}");
+        // A node without isolation of devices has one tenant at a time.
+        assert_eq!((&of_nodes["gpus_total"], &of_nodes["gpus_free"]), (&json!(8), &json!(0)), "{seen}");
+    }
+    rented.release().await;
+    rented.expect_state("released").await;
+    let released = |it: &Value| it["entities_by_kind"]["allocation"] == json!({ "released": 1 });
+    cluster.admin.wait_until(OVERVIEW, "the release is counted", released).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn any_replica_shows_shards_and_queues_of_every_member_and_restarts_their_workers() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     let node = cluster.node("h100").await;

@@ -178,6 +178,14 @@ fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built(
     let rows = page.lines().filter(|line| line.starts_with('|') && !line.starts_with("| ---"));
     let rows: Vec<&str> = rows.filter(|line| !line.ends_with("| shown by |")).collect();
     assert!(rows.len() > 50, "only {} rows were found", rows.len());
+    let sections = page.split("\n## ");
+    for section in sections {
+        let mut names = BTreeSet::new();
+        for row in section.lines().filter(|line| line.starts_with("| ") && line.contains('`')) {
+            let name = row.split(" | ").next().expect("a first column");
+            assert!(names.insert(name), "this row is there twice: {name}");
+        }
+    }
     for row in rows {
         let quoted = row.split('`').skip(1).step_by(2);
         let named: Vec<_> = quoted.filter_map(|text| text.split_once("::")).collect();
@@ -186,6 +194,7 @@ fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built(
         let is_of_console = |file: &str| file.ends_with(".test.ts") || file.ends_with(".test.tsx");
         let in_console: Vec<_> = others.into_iter().filter(|(file, _)| is_of_console(file)).collect();
         let is_built = !row.contains("| *not built*");
+        assert!(is_built || row.contains("decision 0"), "no decision says why this is not built: {row}");
         let has_tests = !in_rust.is_empty() || !in_console.is_empty();
         assert_eq!(is_built, has_tests, "a row names tests, or says *not built* and no test: {row}");
         for (file, function) in in_rust {

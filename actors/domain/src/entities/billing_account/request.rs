@@ -32,7 +32,7 @@ pub enum Request {
         cost: Option<MicroAmount>,
         /// When it ended.
         ended_at: Option<Timestamp>,
-        /// Its renter, for whom the refund window is resolved; `None` from a member of an earlier release.
+        /// Its renter: the refund window is theirs. `None` from a member of an earlier release.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         renter: Option<ResourceOwner>,
         amount_minor: Option<i64>,

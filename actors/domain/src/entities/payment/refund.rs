@@ -109,7 +109,7 @@ impl Payment {
         let Phase::Deposited { paid_at, .. } = self.phase else {
             return Err(Rejection::NotPaid { state: PhaseName::from(&self.phase) });
         };
-        // The payer's, whoever holds the account that was paid into.
+        // The payer's window, also where an organization holds the account.
         let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &Scopes::from(ctx.by), ctx.now);
         if ctx.now - paid_at > TimeDelta::days(days) {
             return Err(Rejection::TooLate { days });

@@ -63,6 +63,18 @@ fn unused_token_expires_after_its_ttl() {
 }
 
 #[test]
+fn lifetime_of_a_token_is_the_policys_where_the_order_names_none() {
+    let ordered = |ttl_seconds| {
+        let order = Request::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: HASH, ttl_seconds };
+        node().policy(PolicyKey::NodeEnrollmentTokenTtl, 120).admin(order).node.timer()
+    };
+    assert_eq!(ordered(None), Some(start() + TimeDelta::seconds(120)));
+    assert_eq!(ordered(Some(60)), Some(start() + TimeDelta::seconds(60)));
+    let by_default = node().invited().node.timer();
+    assert_eq!(by_default, Some(start() + TimeDelta::seconds(3600)));
+}
+
+#[test]
 fn expired_enrollment_revokes_its_certificate() {
     let expired = node().enrolled().at_its_timer().ticked().expect("bootstrap-issued");
     assert_eq!(expired.refuses(&agent(), poll()), Rejection::CertificateUnknown);

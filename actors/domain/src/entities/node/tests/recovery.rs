@@ -85,6 +85,21 @@ fn old_generation_with_valid_token_and_signature_is_a_suspected_clone() {
 }
 
 #[test]
+fn suspected_clone_takes_no_tenant_until_an_operator_releases_its_quarantine() {
+    let cloned = node().active().agent(recover(recovery(2))).agent(recover(recovery(3))).expect("quarantined");
+    assert!(cloned.ask(&worker(), reserve(TENANT, 1)).is_err());
+    let of_the_recovered = Request::Heartbeat {
+        serial: "r2".into(),
+        seen: seen("boot-1"),
+        inventory: Box::new(inventory(GPUS)),
+        health: Box::new(NodeHealth { status: NodeHealthStatus::Ok, alerts: Vec::new(), ..Default::default() }),
+    };
+    let beating = cloned.agent(of_the_recovered).expect("quarantined");
+    let released = beating.admin(Request::ReleaseQuarantine { reason: "the copy is off".into() }).expect("active");
+    released.after_fact(reserve(TENANT, 1));
+}
+
+#[test]
 fn duplicate_recovery_is_one_recovery_and_no_clone() {
     let recovered = node().active().agent(recover(recovery(2)));
     assert_eq!(recovered.refuses(&agent(), recover(recovery(2))), refused(EnrollmentTokenFault::NonceSpent));
