@@ -44,6 +44,17 @@ pub fn write_without_sync(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Fi
     replace(path, bytes, mode, false).map_err(FileError::at("write", path))
 }
 
+/// The same for a file that all users may read, where it has another content. Returns whether it was written.
+///
+/// # Errors
+/// [`FileError`]; the old content is then unchanged.
+pub fn write_if_changed(path: &Path, bytes: &[u8]) -> Result<bool, FileError> {
+    if fs::read(path).is_ok_and(|present| present == bytes) {
+        return Ok(false);
+    }
+    write_without_sync(path, bytes, PUBLIC).map(|()| true)
+}
+
 fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()> {
     let folder = folder_of(path);
     if !folder.exists() {

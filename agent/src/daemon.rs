@@ -476,7 +476,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Stops the agent. The first reason is kept.
+    /// Stops the agent. The first reason counts.
     fn fail(&self, fatal: Fatal) {
         // In an update, the unit starts an agent again whatever this one exits with.
         if !fatal.may_pass() && !self.updates.is_updating() {

@@ -60,8 +60,11 @@ pub trait Executor: Send + Sync + 'static {
     /// The GPUs of which it is not proved that nothing of their last tenant is left, by UUID.
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof>;
 
+    /// Opens to present tenants the device nodes that were made since the last call. Asks the driver of nothing where none was.
+    fn follow_device_nodes(&self);
+
     /// Does what the hardware did not allow when it was due: opens the devices of present tenants, and proves GPUs of which that is missing.
-    /// Called every few seconds. Returns whether the unproved GPUs have changed.
+    /// Returns whether the unproved GPUs have changed.
     fn reconcile_devices(&self) -> bool;
 
     /// Whether the machine is fit for tenants.

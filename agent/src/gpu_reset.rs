@@ -16,10 +16,10 @@ use serde_json::json;
 use tracing::warn;
 
 use crate::atomic_file;
+use crate::bounded_tool::{self, EndedTool, ToolError};
 use crate::executor::{Executor, TaskFailure, TaskOutput, output};
 use crate::gpu_probe::GpuProbe;
 use crate::gpus::Gpus;
-use crate::validation::tool::{self, EndedTool, ToolError};
 
 /// Where the driver's packages put the tool.
 pub const DEFAULT_PROGRAMS: &str = "/usr/bin";
@@ -157,7 +157,7 @@ impl GpuResetter {
 
     fn tool(&self, args: &[&str], limit: Duration) -> Result<EndedTool, ToolError> {
         let args: Vec<OsString> = args.iter().map(Into::into).collect();
-        tool::run_to_end(&self.programs, TOOL, &args, limit)
+        bounded_tool::run_to_end(&self.programs, TOOL, &args, limit)
     }
 }
 

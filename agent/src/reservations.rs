@@ -42,6 +42,8 @@ pub struct Reservations {
     held: Mutex<BTreeMap<Uuid, Reservation>>,
     /// GPUs that no allocation can get at this moment, and how many tasks withhold each. Locked after `held`.
     withheld: Mutex<BTreeMap<String, usize>>,
+    /// The allocations whose release has begun, until they are freed. Held while a device is opened, and locked before `held`.
+    closed: Mutex<BTreeSet<Uuid>>,
     unproved: UnprovedGpus,
 }
 
@@ -71,7 +73,8 @@ impl Reservations {
         let folder = state_dir.join("allocations");
         atomic_file::private_folder(&folder)?;
         let held = Mutex::new(read(&folder)?);
-        Ok(Self { folder, held, withheld: Mutex::default(), unproved: UnprovedGpus::open(state_dir)? })
+        let (withheld, closed) = (Mutex::default(), Mutex::default());
+        Ok(Self { folder, held, withheld, closed, unproved: UnprovedGpus::open(state_dir)? })
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Uuid, Reservation>> {
@@ -88,6 +91,29 @@ impl Reservations {
     #[must_use]
     pub fn all(&self) -> Vec<Reservation> {
         self.lock().values().cloned().collect()
+    }
+
+    /// Whether the allocation holds devices.
+    #[must_use]
+    pub fn contains(&self, allocation_id: Uuid) -> bool {
+        self.lock().contains_key(&allocation_id)
+    }
+
+    /// Opens a device of an allocation, unless its release has begun: since the caller has read the reservation, it may even have ended. `open`
+    /// must not ask the driver, for which a release would wait.
+    ///
+    /// # Errors
+    /// That of `open`.
+    pub fn open_device<E>(&self, allocation_id: Uuid, open: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        if closed.contains(&allocation_id) || !self.contains(allocation_id) { Ok(()) } else { open() }
+    }
+
+    /// Closes the devices of an allocation for good: from here on, [`Self::open_device`] opens none.
+    pub fn close_devices<T>(&self, allocation_id: Uuid, close: impl FnOnce() -> T) -> T {
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        closed.insert(allocation_id);
+        close()
     }
 
     /// The reservation of an allocation, if it is on this node under this user name.
@@ -214,6 +240,9 @@ impl Reservations {
             Ok(()) | Err(_) => {
                 atomic_file::sync_folder(&self.folder).map_err(|error| FileError::at("sync", &self.folder)(error))?;
                 held.remove(&allocation_id);
+                drop(held);
+                // Without a reservation, nothing is opened either.
+                self.closed.lock().unwrap_or_else(PoisonError::into_inner).remove(&allocation_id);
                 Ok(())
             }
         }
@@ -227,7 +256,7 @@ impl Reservations {
             what: CleanupCheck::DeviceReservation,
             looked_for: allocation_id.to_string(),
             outcome: if held { FindingOutcome::Present } else { FindingOutcome::Gone },
-            detail: held.then(|| "kept until nothing else of the tenant is left".to_owned()),
+            detail: held.then(|| "held until nothing else of the tenant is left".to_owned()),
         }
     }
 
@@ -265,4 +294,45 @@ fn read(folder: &Path) -> Result<BTreeMap<Uuid, Reservation>, FileError> {
     // The folder's mode is part of the guarantee that tenants cannot read each other's keys.
     fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(FileError::at("protect", folder))?;
     Ok(held)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpus::GpuSimulation;
+
+    #[test]
+    fn device_is_opened_until_the_release_begins_and_the_release_leaves_nothing_in_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let reservations = Reservations::open(folder.path()).unwrap();
+        let asked = GpuSimulation { count: 1, model: "H100".into(), memory_mib: 1 };
+        let gpus = Gpus::detect(Uuid::nil(), Some(&asked), crate::gpu_probe::DEFAULT_DEADLINE);
+        let devices: Vec<_> = gpus.list().unwrap().iter().map(DeviceRef::from).collect();
+        for id in (1..=3).map(Uuid::from_u128) {
+            let opens = || {
+                let mut is_open = false;
+                let opened: Result<(), io::Error> = reservations.open_device(id, || {
+                    is_open = true;
+                    Ok(())
+                });
+                opened.is_ok() && is_open
+            };
+            assert!(!opens(), "without a reservation");
+            let task = Provision {
+                allocation_id: id,
+                user_name: "tena".into(),
+                authorized_keys: Vec::new(),
+                devices: devices.clone(),
+                sku: "h100".into(),
+                deadline_at: Utc::now(),
+            };
+            reservations.reserve(&task, &gpus).unwrap();
+            assert!(opens());
+            reservations.close_devices(id, || ());
+            assert!(!opens(), "its release has begun");
+            reservations.free(id, &[]).unwrap();
+            assert!(!opens(), "its release has ended");
+        }
+        assert_eq!(reservations.closed.lock().unwrap().len(), 0);
+    }
 }

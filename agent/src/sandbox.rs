@@ -163,6 +163,9 @@ impl Executor for Sandbox {
         self.reservations.unproved().all()
     }
 
+    /// Its tenants open the nodes as the agent's own user may.
+    fn follow_device_nodes(&self) {}
+
     fn reconcile_devices(&self) -> bool {
         unproved_gpus::prove(self.reservations.unproved(), &self.gpus)
     }

@@ -2,7 +2,7 @@
 //!
 //! Certificates, tasks, sessions and tokens are valid by the control plane's time, not by the machine's clock, which may be wrong by years and
 //! may be set while the agent runs. Each answer of the control plane has a time; between answers the kernel's clock since boot counts on, which
-//! nobody sets and which counts suspended time.
+//! no program can set and which counts suspended time.
 //!
 //! ```text
 //! an answer ----> known ----> stored in the state folder: known again when the agent is restarted in the same boot

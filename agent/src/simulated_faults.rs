@@ -95,6 +95,10 @@ impl<E: Executor> Executor for SimulatedExecutor<E> {
         self.inner.unproved_gpus()
     }
 
+    fn follow_device_nodes(&self) {
+        self.inner.follow_device_nodes();
+    }
+
     fn reconcile_devices(&self) -> bool {
         self.inner.reconcile_devices()
     }

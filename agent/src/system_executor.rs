@@ -13,7 +13,7 @@
 //! ([`private_proc`]), rules for loopback addresses ([`loopback_guard`]) and shares of the machine ([`tenant_limits`]). Any leftover that a
 //! release finds keeps the devices reserved.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::net::SocketAddr;
@@ -21,14 +21,14 @@ use std::ops::RangeInclusive;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::json;
 use tracing::warn;
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
-use wire::inventory::{DeviceRef, ExecutorKind};
+use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::atomic_file::{self, FileError};
@@ -45,6 +45,7 @@ pub mod bus_policy;
 pub mod device_guard;
 pub mod directory_walk;
 pub mod file_search;
+mod held_devices;
 pub mod keyrings;
 pub mod loopback_guard;
 pub mod mounts;
@@ -59,6 +60,7 @@ use account_cleanup::TenantLeftovers;
 use account_records::content_digest;
 use accounts::{Accounts, TenantAccount};
 use device_guard::DeviceGuard;
+use held_devices::HeldDevices;
 use loopback_guard::LoopbackGuard;
 use private_tmp::PrivateTmp;
 use sudoers::SudoCommand;
@@ -68,8 +70,6 @@ use tenant_limits::{LimitSettings, TenantLimits};
 const SKELETON: &str = "/etc/skel";
 /// How often one release removes what is left.
 const REMOVAL_PASSES: usize = 3;
-/// How often the driver is asked again for what it did not answer.
-const DRIVER_RETRY: Duration = Duration::from_secs(10);
 /// How long a reboot may take to begin.
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -126,17 +126,8 @@ pub struct System {
     loopback: LoopbackGuard,
     limits: TenantLimits,
     queues: PathBuf,
-    reconciled: Mutex<Reconciled>,
-    /// The allocations whose devices are closed for good. Held while a device of a present tenant is opened, and never over a question to
-    /// the driver.
-    closed: Mutex<BTreeSet<Uuid>>,
-}
-
-/// What the last look at the devices has seen.
-#[derive(Default)]
-struct Reconciled {
-    nodes_changed_at: Vec<Option<SystemTime>>,
-    driver_asked_at: Option<Instant>,
+    held_devices: HeldDevices,
+    state_dir: PathBuf,
 }
 
 /// Why the executor cannot run on the machine.
@@ -183,7 +174,6 @@ impl System {
         make_keys().map_err(FileError::at("create", &settings.keys))?;
         let guard = DeviceGuard::of_this_machine(settings.devices.clone(), settings.tenant_devices.clone());
         let queues = state_dir.join("mqueue");
-        let (reconciled, closed) = (Mutex::default(), Mutex::default());
         let loopback = LoopbackGuard::new(state_dir, &settings);
         let limits = TenantLimits::of_this_machine(settings.limits.clone(), guard.slices.clone());
         let system = Self {
@@ -196,8 +186,8 @@ impl System {
             loopback,
             limits,
             queues,
-            reconciled,
-            closed,
+            held_devices: HeldDevices::default(),
+            state_dir: state_dir.to_owned(),
         };
         system.separate_neighbours();
         system.restore_private_tmp().map_err(SystemOpenError::Private)?;
@@ -267,42 +257,6 @@ impl System {
         self.reservations.all().into_iter().filter_map(account).collect()
     }
 
-    /// Opens the devices of tenants that are not open: device nodes and slices belong to the kernel and systemd, and a reboot resets them.
-    /// A tenant whose GPU the driver does not report waits for it, and no other waits with it.
-    fn open_held_devices(&self) {
-        for (held, account) in self.present_tenants() {
-            let opened = if self.guard.opened(&account) == held.devices.len() {
-                self.guard.renew_slice(&account)
-            } else {
-                self.open_each(&held, &account)
-            };
-            if let Err(failure) = opened {
-                let (error_code, allocation_id) = (failure.code, held.allocation_id);
-                warn!(error_code, error = failure.message, %allocation_id, "a device of a tenant is not open; trying again");
-            }
-        }
-    }
-
-    fn close_devices(&self, allocation_id: Uuid, account: &TenantAccount) -> Result<(), TaskFailure> {
-        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-        closed.insert(allocation_id);
-        self.guard.close(account)
-    }
-
-    /// Opens those devices that the driver reports. Returns the first failure.
-    fn open_each(&self, held: &Reservation, account: &TenantAccount) -> Result<(), TaskFailure> {
-        // systemd reads both with the slice.
-        let limited = self.limit(account, held.devices.len());
-        let open = |device: &DeviceRef| {
-            let Some(node) = self.guard.node(&self.gpus, device)? else { return Ok(()) };
-            let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-            if closed.contains(&held.allocation_id) { Ok(()) } else { self.guard.open_node(&node, account) }
-        };
-        let opened = held.devices.iter().map(open).fold(limited, Result::and);
-        self.guard.renew_slice(account)?;
-        opened
-    }
-
     /// Folders in memory are gone after a reboot.
     fn restore_private_tmp(&self) -> Result<(), TaskFailure> {
         let accounts = self.reservations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
@@ -325,7 +279,8 @@ impl System {
         // First no new login, no sudo and no device; then processes are ended; then files are removed. None of it waits for the driver.
         let _ = atomic_file::remove(&keys);
         sudoers::forbid(&account.name);
-        if let Err(failure) = self.close_devices(task.allocation_id, account) {
+        let closed = self.reservations.close_devices(task.allocation_id, || self.guard.close(account));
+        if let Err(failure) = closed {
             // It is open to a uid that no process has from here on, and that no other tenant gets.
             warn!(error_code = failure.code, error = failure.message, "a device of an ended tenant keeps its owner");
         }
@@ -396,8 +351,8 @@ impl Executor for System {
         self.accounts.note_written(task.allocation_id, |written| written.sudo_rules = rules)?;
         let may_sudo = sudoers::allow(&account.name, &self.settings.sudo_commands)?;
         self.restore_loopback_guard();
-        self.limit(&account, task.devices.len())?;
-        self.guard.open(&self.gpus, &task.devices, &account)?;
+        let has_new_limits = self.limit(&account, task.devices.len())?;
+        self.guard.open(&self.gpus, &task.devices, &account, has_new_limits)?;
         // Last: with its keys the tenant can log in, and everything else is ready.
         let keys = self.write_keys(task.allocation_id, &account.name, &task.authorized_keys)?;
         Ok(output([
@@ -458,20 +413,12 @@ impl Executor for System {
         self.reservations.unproved().all()
     }
 
+    fn follow_device_nodes(&self) {
+        self.follow_nodes();
+    }
+
     fn reconcile_devices(&self) -> bool {
-        let mut reconciled = self.reconciled.lock().unwrap_or_else(PoisonError::into_inner);
-        let changed_at = self.guard.changed_at();
-        let is_due = reconciled.driver_asked_at.is_none_or(|asked_at| asked_at.elapsed() >= DRIVER_RETRY);
-        if changed_at == reconciled.nodes_changed_at && !is_due {
-            return false;
-        }
-        // A node that appears while the others are looked at is looked at the next time.
-        reconciled.nodes_changed_at = changed_at;
         self.open_held_devices();
-        if !is_due {
-            return false;
-        }
-        reconciled.driver_asked_at = Some(Instant::now());
         unproved_gpus::prove(self.reservations.unproved(), &self.gpus)
     }
 

@@ -26,6 +26,7 @@ use crate::executor::cleanup_checks;
 use crate::gpus::Gpus;
 use crate::health::finding_log::Condition;
 use crate::inventory;
+use crate::repeated_failures::RepeatedFailures;
 
 const FILE: &str = "unproved-gpus.json";
 /// The probe and the code of the finding.
@@ -48,6 +49,7 @@ pub struct GpuWithoutProof {
 pub struct UnprovedGpus {
     path: PathBuf,
     gpus: Mutex<BTreeMap<String, GpuWithoutProof>>,
+    unstored: RepeatedFailures<()>,
 }
 
 impl UnprovedGpus {
@@ -62,7 +64,7 @@ impl UnprovedGpus {
                 .map_err(|error| FileError::at("understand", &path)(io::Error::other(error)))?,
             None => BTreeMap::new(),
         };
-        Ok(Self { path, gpus: Mutex::new(gpus) })
+        Ok(Self { path, gpus: Mutex::new(gpus), unstored: RepeatedFailures::default() })
     }
 
     /// All of them.
@@ -149,8 +151,13 @@ impl UnprovedGpus {
 
 /// Asks the driver about each GPU of the list. Returns whether the list has changed. What cannot be stored is logged, and tried again.
 pub fn prove(unproved: &UnprovedGpus, gpus: &Gpus) -> bool {
-    unproved.prove(gpus).unwrap_or_else(|error| {
-        warn!(error_code = "node_storage", error = chain(&error), "the list of unproved GPUs cannot be stored");
+    let proved = unproved.prove(gpus);
+    unproved.unstored.retain(|()| proved.is_err());
+    proved.unwrap_or_else(|error| {
+        let error = chain(&error);
+        if unproved.unstored.is_to_be_logged((), &error) {
+            warn!(error_code = "node_storage", error, "the list of unproved GPUs cannot be stored");
+        }
         false
     })
 }

@@ -13,6 +13,7 @@ use serde_json::Value;
 use tracing::warn;
 use wire::validation::{GpuMeasurements, LoadLevel, LoadReport, ValidationLoad};
 
+use crate::bounded_tool::ToolError;
 use crate::executor::{TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
 use crate::health::gpu_conditions;
@@ -20,9 +21,6 @@ use crate::health::gpu_conditions;
 mod fio;
 mod gpu;
 mod stress_ng;
-pub(crate) mod tool;
-
-use tool::ToolError;
 
 /// Where Debian's packages put the tools.
 pub const DEFAULT_PROGRAMS: &str = "/usr/bin";

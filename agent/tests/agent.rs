@@ -24,7 +24,8 @@ use wire::cleanup_proof::CleanupReport;
 use wire::inventory::{ExecutorKind, GpuSource};
 use wire::task::{Reboot, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskStatus, UpdateAgent, sign};
 
-use fake_control_plane::{FakeControlPlane, SpawnedAgent, TOKEN, authority, enrolled, eventually};
+use fake_control_plane::spawned_agent::enrolled;
+use fake_control_plane::{FakeControlPlane, SpawnedAgent, TOKEN, authority, eventually};
 
 #[tokio::test]
 async fn node_enrolls_provisions_and_proves_the_clean_up() {
@@ -506,7 +507,7 @@ async fn verifier_set_of_a_stranger_or_lower_version_is_refused_and_trust_is_unc
     let beats = fake.calls().heartbeats.len();
     eventually(|| (fake.calls().heartbeats.len() > beats + 2).then_some(())).await;
     assert_eq!(fake.calls().heartbeats.last().unwrap().verifier_set_version, 5);
-    assert_eq!(std::fs::read(&stored).unwrap(), before, "what is kept is not touched by what is refused");
+    assert_eq!(std::fs::read(&stored).unwrap(), before, "what is stored is not touched by what is refused");
 }
 
 #[tokio::test]

@@ -17,7 +17,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use wire::bundle::BootstrapBundle;
 
-use fake_control_plane::{FakeControlPlane, SpawnedAgent, enrolled_at, eventually};
+use fake_control_plane::spawned_agent::enrolled_at;
+use fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 
 const MIB: u64 = 1 << 20;
 /// The smallest bound that can be set.

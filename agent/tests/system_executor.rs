@@ -34,6 +34,8 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 const STATE: &str = "/var/lib/gpuaas-agent";
 const NAME: &str = "tena";
+/// The user name of a second tenant.
+const NEIGHBOUR: &str = "neighbour";
 /// Which uids the machine's agents gave: numbers, and nothing of a tenant.
 const UIDS: &str = "/var/lib/gpuaas-uids.json";
 /// Not the first ones of the default: the kernel counts keys and processes of a uid for the whole machine, and other tests' booted machines
@@ -121,6 +123,11 @@ fn can(uid: u32, script: &str) -> bool {
 
 fn spawn(uid: u32, script: &str) -> Child {
     shell(uid, script).stdout(Stdio::null()).spawn().unwrap()
+}
+
+fn stop(mut program: Child) {
+    program.kill().unwrap();
+    program.wait().unwrap();
 }
 
 fn assert_clean(findings: &[CleanupFinding]) {

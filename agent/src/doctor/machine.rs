@@ -163,9 +163,9 @@ pub(super) fn ssh_port(flags: &Flags) -> Vec<DiagnosticFinding> {
 fn judge_port(address: SocketAddr, bound: Result<(), ErrorKind>) -> DiagnosticFinding {
     match bound {
         Ok(()) => DiagnosticFinding::ok(format!("{address} is free (the agent does not run)")),
-        Err(ErrorKind::AddrInUse) => {
-            DiagnosticFinding::ok(format!("{address} is held, as it is while the agent runs; `ss -ltnp` shows by whom"))
-        }
+        Err(ErrorKind::AddrInUse) => DiagnosticFinding::ok(format!(
+            "{address} is held, as it is while the agent runs; `ss -ltnp` shows by which process"
+        )),
         Err(ErrorKind::AddrNotAvailable) => DiagnosticFinding::error(
             format!("this machine has no address {}", address.ip()),
             "set SVC_NODE_AGENT_SSH_LISTEN to one of its addresses",

@@ -135,6 +135,13 @@ impl State {
     }
 }
 
+/// The GPUs that the machine is known to have, as the log of this state folder has stored them. None where it cannot be read.
+#[must_use]
+pub fn stored_gpus(state_dir: &Path) -> Vec<GpuInfo> {
+    let text = atomic_file::read_if_there(&state_dir.join(FILE)).unwrap_or_default().unwrap_or_default();
+    serde_json::from_str::<State>(&text).unwrap_or_default().gpus
+}
+
 impl FindingLog {
     /// The findings of this boot that an earlier process has stored. Those of another boot, or of a file that is not understood, are over,
     /// but for those of an altered machine: a boot takes back nothing of what was altered, and it takes a while to look. The GPUs stay known: one that

@@ -154,18 +154,18 @@ impl GpuMonitor {
     /// Each GPU that alone could not be read, with the driver's error of its address. One that was never read has no name: then its error is a
     /// finding of a GPU that nothing names.
     fn unreadable_gpus(&self, silent: &[GpuInfo], reasons: &[String]) -> Vec<Condition> {
-        let mut of_nobody: Vec<&String> = reasons.iter().collect();
+        let mut of_no_gpu: Vec<&String> = reasons.iter().collect();
         let mut conditions = Vec::new();
         let of_its_address = |gpu: &GpuInfo, reasons: &[&String]| {
             let address = self.addresses.get(&gpu.uuid)?;
             reasons.iter().position(|why| why.contains(address.as_str()))
         };
         let (named, others): (Vec<_>, Vec<_>) =
-            silent.iter().partition(|gpu| of_its_address(gpu, &of_nobody).is_some());
+            silent.iter().partition(|gpu| of_its_address(gpu, &of_no_gpu).is_some());
         for gpu in named.into_iter().chain(others) {
             let address = self.addresses.get(&gpu.uuid);
-            let its_own = of_its_address(gpu, &of_nobody);
-            let why = if of_nobody.is_empty() { None } else { Some(of_nobody.remove(its_own.unwrap_or(0))) };
+            let its_own = of_its_address(gpu, &of_no_gpu);
+            let why = if of_no_gpu.is_empty() { None } else { Some(of_no_gpu.remove(its_own.unwrap_or(0))) };
             let why = why.or_else(|| reasons.last()).map_or("", String::as_str);
             let detail = match address.filter(|address| !why.contains(address.as_str())) {
                 Some(address) => format!("GPU at {address}: {why}"),
@@ -173,8 +173,8 @@ impl GpuMonitor {
             };
             conditions.push(Condition::of_gpu(&gpu.uuid, "gpu", "unreadable", detail));
         }
-        if !of_nobody.is_empty() {
-            let whys = of_nobody.into_iter().map(String::as_str).collect::<Vec<_>>().join("; ");
+        if !of_no_gpu.is_empty() {
+            let whys = of_no_gpu.into_iter().map(String::as_str).collect::<Vec<_>>().join("; ");
             conditions.push(Condition::of_machine("gpu", "unreadable", whys));
         }
         conditions

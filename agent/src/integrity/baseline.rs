@@ -181,7 +181,7 @@ mod tests {
         let newer = BTreeMap::from([("boot".to_owned(), serde_json::json!([1, { "a": "b" }]))]);
         let with_more = Baseline { newer, ..baseline() };
         let text = render(&with_more).unwrap();
-        assert_eq!(parse(text.as_bytes()), StoredBaseline::Of(with_more), "what is not known is kept");
+        assert_eq!(parse(text.as_bytes()), StoredBaseline::Of(with_more), "what is not known stays stored");
         for text in [later, text.as_str()] {
             let cut = &text.as_bytes()[..text.len() - 1];
             assert!(matches!(parse(cut), StoredBaseline::Damaged { .. }), "{text}");

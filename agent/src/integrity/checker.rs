@@ -78,7 +78,7 @@ enum BaselineState {
     Damaged {
         why: String,
     },
-    /// Of a later release: kept until the next clean-up proof, for when that release is back.
+    /// Of a later release: stored until the next clean-up proof, for when that release is back.
     Newer {
         version: u32,
     },

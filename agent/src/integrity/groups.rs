@@ -19,7 +19,7 @@ pub fn observe(root: &Path, accounts: &MachineAccounts<'_>) -> Observed {
         match fields[..] {
             [name, password, gid, members] if gid.parse::<u32>().is_ok() => {
                 let name = name_of(Path::new(name));
-                // The group's name may be kept, and its number be that of another one.
+                // The group's name may stay, and its number be that of another one.
                 add_people(&mut observed, &name, ("member", members), gid);
                 // A password that is elsewhere is an `x`.
                 if is_usable(password) && password != "x" {

@@ -2,7 +2,7 @@
 //!
 //! A certificate that is valid at another time proves everything but the time. So the node asks its owner for the time, with a request that has
 //! no secret and no certificate of the node, and takes it over where the certificate is valid at that time, and where the time is not before the
-//! last one that the node has known. Whoever has an old key of the control plane, whose certificate has expired, can set no node back by this.
+//! last one that the node has known. An attacker with an old key of the control plane, whose certificate has expired, can set no node back by this.
 
 use std::sync::Arc;
 use std::time::Duration;

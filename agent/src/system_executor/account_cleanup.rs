@@ -142,7 +142,7 @@ impl TenantLeftovers<'_> {
         directory_walk::owned_by(SearchScope { id: self.account.uid, owners: None }, folders, mounts, remove);
     }
 
-    /// The folder, and the mounts below it. Mounts among the homes belong to the machine's own users, elsewhere they are kept and not for
+    /// The folder, and the mounts below it. Mounts among the homes belong to the machine's own users, elsewhere they stay, and are not for
     /// tenants.
     fn folders_of(&self, place: &Path, mounts: &Mounts) -> Vec<PathBuf> {
         let below = mounts.searchable_below(place).filter(|_| place != self.homes);

@@ -1,15 +1,17 @@
 //! systemd shows every user the command lines of any unit's processes, on the system bus (`systemctl status user-70001.slice`), whatever
 //! `/proc` hides. A policy of the bus closes these methods to all users but root; everything else of systemd stays as it is.
 
-use std::io;
 use std::path::Path;
-use std::process::Command;
+use std::time::Duration;
 
 use crate::atomic_file::{self, FileError};
+use crate::bounded_tool::{self, ToolError};
 
 /// The bus reads these policies last, so that they win over those of packages.
 const FOLDER: &str = "/etc/dbus-1/system.d";
 const FILE: &str = "/etc/dbus-1/system.d/gpuaas-tenants.conf";
+/// How long the bus may take to read its policies.
+const RELOAD_LIMIT: Duration = Duration::from_secs(90);
 /// The kinds of units that have processes.
 const KINDS: [&str; 6] = ["Service", "Slice", "Scope", "Socket", "Mount", "Swap"];
 
@@ -19,7 +21,7 @@ pub enum OpenBus {
     #[error(transparent)]
     Store(#[from] FileError),
     #[error("the system bus cannot be reloaded")]
-    Reload(#[source] io::Error),
+    Reload(#[source] ToolError),
 }
 
 /// Writes the policy, and has the bus read it where it is new. A machine without a system bus has nothing to close.
@@ -67,10 +69,9 @@ fn policy() -> String {
     )
 }
 
-fn reload() -> io::Result<()> {
+fn reload() -> Result<(), ToolError> {
     // The name of the service for every program that runs the bus.
-    let ran = Command::new("systemctl").args(["reload", "dbus.service"]).output()?;
-    if ran.status.success() { Ok(()) } else { Err(io::Error::other(String::from_utf8_lossy(&ran.stderr).into_owned())) }
+    bounded_tool::run_of_path("systemctl", &["reload", "dbus.service"], &[], RELOAD_LIMIT).map(|_| ())
 }
 
 #[cfg(test)]

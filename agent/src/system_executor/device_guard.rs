@@ -12,18 +12,19 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
+use tracing::warn;
 use wire::inventory::DeviceRef;
 
 use super::accounts::TenantAccount;
 use crate::atomic_file;
+use crate::bounded_tool::{self, ToolError};
 use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
 use crate::terminal::ShellCommand;
 
-const OF_NOBODY: u32 = 0o600;
+const OF_ROOT: u32 = 0o600;
 const OF_A_TENANT: u32 = 0o660;
 
 /// The parameters of the kernel module, as the driver shows them. Its libraries read them here, too.
@@ -37,7 +38,12 @@ const SHOWN_VALUE: usize = 16;
 const SHARED: [&str; 4] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"];
 /// The one of them that no CUDA program starts without, and the driver's tool that makes it.
 const UNIFIED_MEMORY: &str = "nvidia-uvm";
-const NODE_MAKER: [&str; 4] = ["nvidia-modprobe", "-u", "-c", "0"];
+const NODE_MAKER: &str = "nvidia-modprobe";
+const MAKES_UNIFIED_MEMORY: [&str; 3] = ["-u", "-c", "0"];
+/// It loads a module and makes a node; a driver that hangs lets it do neither.
+const NODE_MAKER_LIMIT: Duration = Duration::from_secs(10);
+/// systemd reads all units of the machine.
+const RELOAD_LIMIT: Duration = Duration::from_secs(90);
 
 /// See the module's documentation.
 pub struct DeviceGuard {
@@ -64,11 +70,17 @@ impl DeviceGuard {
         if self.slices.is_some() { "device-ownership+slice" } else { "device-ownership" }
     }
 
-    /// Opens the devices to the tenant only.
+    /// Opens the devices to the tenant only. `has_changed` as for [`Self::renew_slice`].
     ///
     /// # Errors
     /// `device_guard`; `gpu_driver` where the driver does not say which node one of them has.
-    pub fn open(&self, gpus: &Gpus, devices: &[DeviceRef], account: &TenantAccount) -> Result<(), TaskFailure> {
+    pub fn open(
+        &self,
+        gpus: &Gpus,
+        devices: &[DeviceRef],
+        account: &TenantAccount,
+        has_changed: bool,
+    ) -> Result<(), TaskFailure> {
         for device in devices {
             if let Some(node) = self.node(gpus, device)? {
                 self.open_node(&node, account)?;
@@ -77,7 +89,7 @@ impl DeviceGuard {
         if matches!(gpus, Gpus::Nvml(_)) {
             self.make_unified_memory_node();
         }
-        self.renew_slice(account)
+        self.renew_slice(account, has_changed)
     }
 
     /// Opens one node to the tenant only, without its slice.
@@ -112,19 +124,20 @@ impl DeviceGuard {
     pub fn close_all_but(&self, tenants: &BTreeSet<u32>) -> Result<(), TaskFailure> {
         let nodes = self.gpu_nodes().map_err(guard_error(&self.devices))?.into_iter();
         let is_open = |metadata: &fs::Metadata| {
-            let is_closed = (metadata.uid(), metadata.gid(), metadata.mode() & 0o7777) == (0, 0, OF_NOBODY);
+            let is_closed = (metadata.uid(), metadata.gid(), metadata.mode() & 0o7777) == (0, 0, OF_ROOT);
             let is_of_tenant = metadata.uid() == 0 && tenants.contains(&metadata.gid());
             !is_closed && !is_of_tenant
         };
         close_all(nodes.filter(|(_, metadata)| is_open(metadata)).map(|(node, _)| node).collect())
     }
 
-    /// Allows the tenant's slice the nodes of its set that have appeared since it was written.
+    /// Allows the tenant's slice the nodes of its set that have appeared since it was written. systemd reads it where it has changed, or
+    /// where another drop-in of the slice `has_changed`.
     ///
     /// # Errors
     /// `device_guard`, `node_storage`.
-    pub fn renew_slice(&self, account: &TenantAccount) -> Result<(), TaskFailure> {
-        self.write_slice(account, &self.nodes_of(account).map_err(guard_error(&self.devices))?)
+    pub fn renew_slice(&self, account: &TenantAccount, has_changed: bool) -> Result<(), TaskFailure> {
+        self.write_slice(account, &self.nodes_of(account).map_err(guard_error(&self.devices))?, has_changed)
     }
 
     /// When a device node was last made or removed.
@@ -218,26 +231,34 @@ impl DeviceGuard {
         if self.slices.is_none() || self.devices.join(UNIFIED_MEMORY).exists() {
             return;
         }
-        let [program, arguments @ ..] = NODE_MAKER;
-        // Where the tool is missing, a program of the tenant makes the node, and the slice follows.
-        let _ = Command::new(program).args(arguments).stdin(Stdio::null()).stderr(Stdio::null()).status();
+        match bounded_tool::run_of_path(NODE_MAKER, &MAKES_UNIFIED_MEMORY, &[], NODE_MAKER_LIMIT) {
+            // Where the tool is missing, a program of the tenant makes the node, and the slice follows.
+            Ok(_) | Err(ToolError::NotTested(_)) => {}
+            Err(error) => warn!(
+                error_code = "gpu_driver",
+                error = crate::chain(&error),
+                "{UNIFIED_MEMORY} is not made; the first program that uses CUDA makes it"
+            ),
+        }
     }
 
     fn slice_of(&self, account: &TenantAccount) -> Option<PathBuf> {
         self.slices.as_ref().map(|folder| folder.join(format!("user-{}.slice.d", account.uid)))
     }
 
-    fn write_slice(&self, account: &TenantAccount, nodes: &[PathBuf]) -> Result<(), TaskFailure> {
+    fn write_slice(&self, account: &TenantAccount, nodes: &[PathBuf], has_changed: bool) -> Result<(), TaskFailure> {
         let Some(folder) = self.slice_of(account) else { return Ok(()) };
         let shared = SHARED.iter().map(|name| self.devices.join(name)).chain(self.further.iter().cloned());
         let nodes: Vec<PathBuf> = nodes.iter().cloned().chain(shared.filter(|node| node.exists())).collect();
         let (path, text) = (folder.join("50-gpuaas.conf"), slice(&nodes));
-        if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
+        if !atomic_file::write_if_changed(&path, text.as_bytes())? && !has_changed {
             return Ok(());
         }
-        atomic_file::write_without_sync(&path, text.as_bytes(), atomic_file::PUBLIC)?;
-        reload()
-            .map_err(|error| TaskFailure::new("device_guard", format!("systemd could not reload its units: {error}")))
+        reload().map_err(|error| {
+            // The next call tries again.
+            let _ = atomic_file::remove(&path);
+            TaskFailure::new("device_guard", format!("systemd could not reload its units: {error}"))
+        })
     }
 }
 
@@ -247,20 +268,19 @@ fn slice(nodes: &[PathBuf]) -> String {
     format!("[Slice]\nDevicePolicy=closed\nDeviceAllow=char-pts rw\n{allowed}")
 }
 
-fn reload() -> io::Result<()> {
-    let ran = Command::new("systemctl").arg("daemon-reload").output()?;
-    if ran.status.success() { Ok(()) } else { Err(io::Error::other(String::from_utf8_lossy(&ran.stderr).into_owned())) }
+fn reload() -> Result<(), ToolError> {
+    bounded_tool::run_of_path("systemctl", &["daemon-reload"], &[], RELOAD_LIMIT).map(|_| ())
 }
 
 /// Closes as many as possible, and returns the first failure.
 fn close_all(nodes: Vec<PathBuf>) -> Result<(), TaskFailure> {
-    let closed = nodes.iter().map(|node| set_owner(node, 0, OF_NOBODY).map_err(guard_error(node)));
+    let closed = nodes.iter().map(|node| set_owner(node, 0, OF_ROOT).map_err(guard_error(node)));
     closed.fold(Ok(()), Result::and)
 }
 
 fn set_owner(node: &Path, gid: u32, mode: u32) -> io::Result<()> {
     // Closed before its owner changes, so that both tenants never have access at once.
-    fs::set_permissions(node, fs::Permissions::from_mode(OF_NOBODY))?;
+    fs::set_permissions(node, fs::Permissions::from_mode(OF_ROOT))?;
     chown(node, Some(0), Some(gid))?;
     fs::set_permissions(node, fs::Permissions::from_mode(mode))
 }

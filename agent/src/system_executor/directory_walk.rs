@@ -25,9 +25,9 @@ pub use search::{SearchScope, owned_by, visit};
 mod removal;
 mod search;
 
-/// The folders nearest to the current one, which are kept open.
+/// The folders nearest to the current one, which stay open.
 const OPEN: usize = 64;
-/// The folders nearest to the start, which are kept open too: the path back to them cannot be lost.
+/// The folders nearest to the start, which stay open too: the path back to them cannot be lost.
 const PINNED: usize = 32;
 /// How often one walk reopens a lost path from the top.
 const MAX_LOST_PATHS: usize = 16;
@@ -387,7 +387,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// A moment by the clock that file times are of, and by the one that nobody sets, in nanoseconds.
+/// A moment by the clock that file times are of, and by the one that no program can set, in nanoseconds.
 #[derive(Debug, Clone, Copy)]
 struct Moment {
     local: i128,
@@ -406,7 +406,7 @@ fn nanos(duration: Duration) -> i128 {
 }
 
 /// Whether a change at this time of a file may have happened between these moments. Files of a time when the clock was ahead have changed in
-/// the future, and so before. Where the clock was set meanwhile, the times before and after that are not told apart.
+/// the future, and so before. Where the clock was set meanwhile, the times before and after that are not distinguished.
 fn is_between(changed_at: i128, began: Moment, now: Moment) -> bool {
     let lag = nanos(CLOCK_LAG);
     let began_by_present_clock = now.local - (now.since_boot - began.since_boot);

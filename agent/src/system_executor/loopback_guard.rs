@@ -1,6 +1,6 @@
 //! What a tenant listens on at a loopback address is reached by that tenant, by root, and by the machine's own users: not by its neighbours.
 //!
-//! One table of nftables, the same whoever the tenants are: it names the range of their uids, so a release has nothing to remove from it.
+//! One table of nftables, the same for any tenants: it names the range of their uids, so a release has nothing to remove from it.
 //!
 //! ```text
 //! TCP   the first packet of a tenant's connection gets the tenant's uid as its mark
@@ -16,13 +16,14 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use super::Settings;
 use crate::atomic_file;
+use crate::bounded_tool::{self, ToolError};
 
 /// Has a listener's connections inherit the mark of their first packet, IPv6 included.
 const ACCEPTS_MARKS: &str = "/proc/sys/net/ipv4/tcp_fwmark_accept";
@@ -34,6 +35,9 @@ const OWNERS: u32 = 131_072;
 /// server. No uid has this number.
 const DROPPED: u32 = u32::MAX;
 
+/// The kernel takes the rules in a moment.
+const NFT_LIMIT: Duration = Duration::from_secs(30);
+
 /// The families: their name in rules, in `nfproto`, the type of their addresses, and what their loopback addresses are.
 const FAMILIES: [(&str, &str, &str, &str); 2] =
     [("ip", "ipv4", "ipv4_addr", "127.0.0.0/8"), ("ip6", "ipv6", "ipv6_addr", "::1")];
@@ -44,9 +48,9 @@ pub enum UnguardedLoopback {
     #[error("SVC_NODE_AGENT_LOOPBACK_GUARD is off")]
     Off,
     #[error("the program nft cannot be run; install nftables")]
-    NoProgram(#[source] io::Error),
-    #[error("nft refuses the rules: {0}")]
-    Refused(String),
+    NoProgram,
+    #[error("nft does not install the rules")]
+    Refused(#[source] ToolError),
     #[error("{ACCEPTS_MARKS} cannot be set")]
     Marks(#[source] io::Error),
 }
@@ -127,9 +131,9 @@ impl LoopbackGuard {
         });
         let mut text = format!("add table inet {table}\ndelete table inet {table}\ntable inet {table} {{\n");
         for (name, _, address, _) in FAMILIES {
-            let kept = format!("size {OWNERS}; flags dynamic,timeout; timeout 1m;");
-            let _ = writeln!(text, "set {name}_ports {{ type {address} . inet_service; {kept} }}");
-            let _ = writeln!(text, "set {name}_owners {{ type {address} . inet_service . uid; {kept} }}");
+            let bound = format!("size {OWNERS}; flags dynamic,timeout; timeout 1m;");
+            let _ = writeln!(text, "set {name}_ports {{ type {address} . inet_service; {bound} }}");
+            let _ = writeln!(text, "set {name}_owners {{ type {address} . inet_service . uid; {bound} }}");
         }
         // In the order in which they are referred to.
         chain(&mut text, "stamp", stamp);
@@ -154,7 +158,7 @@ impl LoopbackGuard {
         chain(&mut text, "tenant", [protocols.to_owned(), "drop".to_owned()]);
         let guard = [
             format!("meta skuid {first}-{last} goto tenant"),
-            // Everybody else: matches where there is a sender.
+            // All other users: matches where there is a sender.
             "meta skuid 0-4294967295 accept".to_owned(),
             // A SYN-ACK of a listener under a flood, which the kernel sends in no socket's name.
             format!("meta mark {first}-{last} tcp flags & (syn|ack) == (syn|ack) drop"),
@@ -182,17 +186,12 @@ fn chain(text: &mut String, name: &str, rules: impl IntoIterator<Item = String>)
 
 /// Runs commands of nft in one transaction.
 fn nft(commands: &str) -> Result<(), UnguardedLoopback> {
-    let mut nft = Command::new("nft");
-    nft.args(["--file", "-"]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut running = nft.spawn().map_err(UnguardedLoopback::NoProgram)?;
-    // A program that ends before it has read everything says why on its standard error.
-    let _ = running.stdin.take().map(|mut stdin| stdin.write_all(commands.as_bytes()));
-    let ran = running.wait_with_output().map_err(UnguardedLoopback::NoProgram)?;
-    if ran.status.success() {
-        return Ok(());
+    // Without the elements of sets, of which there may be a hundred thousand.
+    match bounded_tool::run_of_path("nft", &["--terse", "--file", "-"], commands.as_bytes(), NFT_LIMIT) {
+        Ok(_) => Ok(()),
+        Err(ToolError::NotTested(_)) => Err(UnguardedLoopback::NoProgram),
+        Err(error) => Err(UnguardedLoopback::Refused(error)),
     }
-    let said = String::from_utf8_lossy(&ran.stderr);
-    Err(UnguardedLoopback::Refused(said.lines().next().unwrap_or_default().to_owned()))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! What separates tenants of one machine from each other beside the owners of their files and devices, and what of it this machine lacks.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 use tracing::warn;
 
@@ -10,6 +12,8 @@ use super::loopback_guard::UnguardedLoopback;
 use super::tenant_limits::UnboundedTenants;
 use crate::chain;
 use crate::executor::TaskFailure;
+use crate::gpu_probe::GpuSurvey;
+use crate::health::finding_log;
 
 impl System {
     /// Separates neighbours as far as this machine can, and logs what it cannot.
@@ -46,13 +50,21 @@ impl System {
         log_unguarded(self.loopback.restore());
     }
 
-    /// Writes the tenant's share of the machine; the guard of its devices has systemd read it.
-    pub(super) fn limit(&self, account: &TenantAccount, held: usize) -> Result<(), TaskFailure> {
+    /// Writes the tenant's share of the machine. Returns whether systemd has to read it, which the guard of its devices has it do.
+    pub(super) fn limit(&self, account: &TenantAccount, held: usize) -> Result<bool, TaskFailure> {
         if self.limits.check().is_err() {
-            return Ok(());
+            return Ok(false);
         }
-        let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
-        self.limits.write(account, held, gpus.len())
+        self.limits.write(account, held, self.count_gpus())
+    }
+
+    /// The GPUs that share the machine: also those that the driver does not read at this moment, so that the shares of all tenants never add
+    /// up to more than the machine.
+    fn count_gpus(&self) -> usize {
+        let held = self.reservations.all().into_iter().flat_map(|held| held.devices).map(|device| device.uuid);
+        let stored = finding_log::stored_gpus(&self.state_dir).into_iter().map(|gpu| gpu.uuid);
+        let unproved = self.reservations.unproved().all().into_keys();
+        count_known(self.gpus.survey(false).unwrap_or_default(), held.chain(stored).chain(unproved))
     }
 
     /// What neighbours cannot see, reach and take of each other.
@@ -65,6 +77,16 @@ impl System {
     }
 }
 
+/// The GPUs of the machine: those that the driver lists, and these of which others know. Of one that it cannot read, the driver does not say
+/// which it is.
+fn count_known(survey: GpuSurvey, known: impl Iterator<Item = String>) -> usize {
+    let unread = survey.unreadable.len().saturating_add(usize::try_from(survey.lost).unwrap_or(usize::MAX));
+    let mut all: BTreeSet<String> = survey.gpus.into_iter().map(|gpu| gpu.info.uuid).collect();
+    let at_least = all.len().saturating_add(unread);
+    all.extend(known);
+    all.len().max(at_least)
+}
+
 fn log_unguarded(guarded: Result<(), UnguardedLoopback>) {
     match guarded {
         Ok(()) | Err(UnguardedLoopback::Off) => {}
@@ -73,5 +95,33 @@ fn log_unguarded(guarded: Result<(), UnguardedLoopback>) {
             error = chain(&why),
             "tenants reach what their neighbours listen on at 127.0.0.1 and ::1"
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use wire::inventory::GpuInfo;
+
+    use super::*;
+    use crate::gpu_probe::{GpuCondition, SurveyedGpu};
+
+    fn survey(uuids: &[&str]) -> GpuSurvey {
+        let gpu = |uuid: &&str| {
+            let (vendor, model) = ("NVIDIA".into(), "H100".into());
+            let info = GpuInfo { index: 0, uuid: (*uuid).into(), vendor, model, memory_mib: 1 };
+            SurveyedGpu { info, pci_address: None, load: None, condition: GpuCondition::default() }
+        };
+        GpuSurvey { gpus: uuids.iter().map(gpu).collect(), ..GpuSurvey::default() }
+    }
+
+    #[test]
+    fn gpu_that_the_driver_does_not_read_counts_among_those_that_share_the_machine() {
+        let count = |survey: GpuSurvey, known: &[&str]| count_known(survey, known.iter().map(|uuid| (*uuid).into()));
+        assert_eq!(count(survey(&["a", "b"]), &[]), 2);
+        assert_eq!(count(survey(&["a", "b"]), &["b", "c", "c"]), 3, "one is held or stored, and not listed");
+        assert_eq!(count(GpuSurvey { lost: 1, ..survey(&["a", "b"]) }, &[]), 3, "lost since the agent is installed");
+        let unread = GpuSurvey { unreadable: vec!["999".into()], lost: 1, ..survey(&["a", "b"]) };
+        assert_eq!(count(unread, &["c", "d"]), 4, "they are the same ones");
+        assert_eq!(count(GpuSurvey::default(), &["a", "b"]), 2, "the driver does not answer");
     }
 }

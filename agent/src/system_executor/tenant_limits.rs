@@ -93,15 +93,15 @@ impl TenantLimits {
         self.slices.as_ref().map(|_| ()).map_err(Clone::clone)
     }
 
-    /// Writes the bounds of a tenant that holds this many of the machine's GPUs. systemd has to reload afterwards.
+    /// Writes the bounds of a tenant that holds this many of the machine's GPUs. Returns whether systemd has to reload afterwards.
     ///
     /// # Errors
     /// `node_storage`.
-    pub fn write(&self, account: &TenantAccount, held: usize, gpus: usize) -> Result<(), TaskFailure> {
-        let Ok(slices) = &self.slices else { return Ok(()) };
+    pub fn write(&self, account: &TenantAccount, held: usize, gpus: usize) -> Result<bool, TaskFailure> {
+        let Ok(slices) = &self.slices else { return Ok(false) };
         let path = slices.join(format!("user-{}.slice.d", account.uid)).join(FILE);
         let text = self.share(held, gpus).as_drop_in();
-        Ok(atomic_file::write_without_sync(&path, text.as_bytes(), atomic_file::PUBLIC)?)
+        Ok(atomic_file::write_if_changed(&path, text.as_bytes())?)
     }
 
     fn share(&self, held: usize, gpus: usize) -> Share {
@@ -184,12 +184,13 @@ mod tests {
         fs::write(&slice, "[Slice]\n").unwrap();
         let limits = TenantLimits { slices: Ok(folder.path().to_owned()), ..limits(16 * GIB, None) };
         let account = TenantAccount { name: "gpu-1".into(), uid: 80_001 };
-        limits.write(&account, 1, 2).unwrap();
+        assert!(limits.write(&account, 1, 2).unwrap(), "systemd has to read it");
+        assert!(!limits.write(&account, 1, 2).unwrap(), "the same again is not written");
         assert!(folder.path().join("user-80001.slice.d").join(FILE).exists());
         let ran = std::process::Command::new("systemd-analyze").arg("verify").arg(slice).output();
         let ran = ran.expect("systemd-analyze is installed");
-        let said = [ran.stdout, ran.stderr].map(|output| String::from_utf8_lossy(&output).into_owned()).concat();
-        assert_eq!(said, "");
+        let printed = [ran.stdout, ran.stderr].map(|output| String::from_utf8_lossy(&output).into_owned()).concat();
+        assert_eq!(printed, "");
     }
 
     #[test]

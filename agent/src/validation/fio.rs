@@ -8,8 +8,8 @@ use nix::errno::Errno;
 use nix::sys::statvfs::statvfs;
 use serde::Deserialize;
 
-use super::tool::{self, ToolError};
 use super::{Budget, MIB, Tools};
+use crate::bounded_tool::{self, ToolError};
 
 const TOOL: &str = "fio";
 /// What it needs in addition to its run time.
@@ -80,7 +80,7 @@ fn transfer(tools: &Tools<'_>, direction: Direction, bytes: u64, time: Duration)
     let mut file = OsString::from("--filename=");
     file.push(tools.data_file());
     args.push(file);
-    let output = tool::run(tools.programs, TOOL, &args, time + MARGIN)?;
+    let output = bounded_tool::run(tools.programs, TOOL, &args, time + MARGIN)?;
     bandwidth(&output, direction)
 }
 

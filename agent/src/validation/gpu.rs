@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use wire::inventory::GpuInfo;
 use wire::validation::GpuMeasurements;
 
-use super::tool::ToolError;
 use super::{Budget, Tests, reported};
+use crate::bounded_tool::ToolError;
 use crate::gpu_probe::{GpuError, GpuProbe, GpuTest};
 use crate::gpus::Gpus;
 

@@ -3,8 +3,8 @@
 use std::ffi::OsString;
 use std::time::Duration;
 
-use super::tool::ToolError;
 use super::{Budget, Tools};
+use crate::bounded_tool::{self, ToolError};
 
 const TOOL: &str = "stress-ng";
 /// What it needs in addition to its run time.
@@ -63,7 +63,7 @@ impl Tools<'_> {
         let common = ["--timeout", &seconds, "--metrics", "--yaml", "/dev/stdout", "--oomable"];
         let mut args: Vec<OsString> = load.into_iter().chain(common.map(str::to_owned)).map(OsString::from).collect();
         args.extend(["--temp-path".into(), self.folder.as_os_str().to_owned()]);
-        let metrics = super::tool::run(self.programs, TOOL, &args, time + MARGIN)?;
+        let metrics = bounded_tool::run(self.programs, TOOL, &args, time + MARGIN)?;
         // Without any, the stressor was not run, such as one that was killed for memory.
         metric(&metrics, stressor, "bogo-ops")?;
         Ok(metrics)

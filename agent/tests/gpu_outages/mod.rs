@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use agent::executor::{Executor as _, TaskFailure};
@@ -20,7 +21,9 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::inventory::DeviceRef;
 use wire::task::{Provision, Release};
 
-use super::{NAME, STATE, TENANT_UIDS, assert_clean, can, eventually, mode, outcome, overlay_machine, run, spawn};
+use super::{
+    NAME, STATE, TENANT_UIDS, assert_clean, can, eventually, mode, outcome, overlay_machine, run, spawn, stop,
+};
 
 const LIBRARY: &str = "/opt/fake-nvml";
 const MACHINE: &str = "/opt/fake-nvml/machine.json";
@@ -168,8 +171,7 @@ fn tenant_ends_although_its_gpu_does_not_answer_and_the_gpu_alone_waits_for_its_
             }
             let uid = node.provision(50, "next", 0).unwrap();
             assert!(can(uid, "cat /dev/nvidia0"));
-            work.kill().unwrap();
-            work.wait().unwrap();
+            stop(work);
         },
     );
 }
@@ -245,7 +247,7 @@ fn tenant_of_a_gpu_that_is_lost_at_the_next_boot_keeps_the_agent_from_nothing() 
             let mut node = DriverNode::start();
             let (uid, neighbour) = (node.provision(1, NAME, 0).unwrap(), node.provision(2, "neighbour", 1).unwrap());
             node.change(|machine| machine.gpus[0].is_lost = true);
-            // The kernel makes the nodes anew at a boot.
+            // The kernel makes new nodes at a boot.
             for minor in 0..4 {
                 fs::remove_file(format!("/dev/nvidia{minor}")).unwrap();
                 run("mknod", &["-m", "666", &format!("/dev/nvidia{minor}"), "c", "1", "3"]);
@@ -254,9 +256,12 @@ fn tenant_of_a_gpu_that_is_lost_at_the_next_boot_keeps_the_agent_from_nothing() 
             assert!(
                 can(neighbour, "cat /dev/nvidia1") && !can(uid, "cat /dev/nvidia0") && !can(uid, "cat /dev/nvidia2")
             );
+            let log = logged(|| reconcile_often(&node));
+            assert_eq!(log.matches("a device of a tenant is not open").count(), 0, "as the start has logged it: {log}");
             // The GPU returns, and its tenant gets it without a restart of the agent.
             node.change(|machine| machine.gpus[0].is_lost = false);
-            node.system.reconcile_devices();
+            let log = logged(|| reconcile_often(&node));
+            assert_eq!(log.matches("the tenant's devices are open").count(), 1, "{log}");
             assert!(can(uid, "cat /dev/nvidia0") && !can(neighbour, "cat /dev/nvidia0"));
             assert_clean(&node.release(1, NAME, 0));
             assert_clean(&node.release(2, "neighbour", 1));
@@ -264,13 +269,66 @@ fn tenant_of_a_gpu_that_is_lost_at_the_next_boot_keeps_the_agent_from_nothing() 
     );
 }
 
+/// A program of the machine that is this script.
+fn install_program(name: &str, script: &str) {
+    let path = Path::new("/usr/local/bin").join(name);
+    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// The part of systemd that reloads the units.
+fn boot_systemd() {
+    fs::create_dir_all("/run/systemd/system").unwrap();
+    install_program("systemctl", "echo \"$@\" >>/run/systemctl.calls");
+}
+
+#[test]
+fn tool_of_the_driver_that_hangs_keeps_no_provision_and_no_release_from_its_end() {
+    overlay_machine::alone(
+        "gpu_outages::tool_of_the_driver_that_hangs_keeps_no_provision_and_no_release_from_its_end",
+        || {
+            boot_systemd();
+            install_program("nvidia-modprobe", "echo $$ >/run/modprobe.pid; exec sleep 1000");
+            let node = DriverNode::start();
+            let uid = node.provision(1, NAME, 0).unwrap();
+            assert!(can(uid, "cat /dev/nvidia0"));
+            let hung = fs::read_to_string("/run/modprobe.pid").unwrap();
+            eventually(|| !Path::new("/proc").join(hung.trim()).exists());
+            assert_clean(&node.release(1, NAME, 0));
+        },
+    );
+}
+
+fn reconcile_often(node: &DriverNode) {
+    for _ in 0..5 {
+        node.system.reconcile_devices();
+    }
+}
+
+/// What is logged meanwhile, as text.
+fn logged(action: impl FnOnce()) -> String {
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+    impl Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
+    tracing::subscriber::with_default(subscriber, action);
+    let text = lines.0.lock().unwrap().clone();
+    String::from_utf8(text).unwrap()
+}
+
 #[test]
 fn device_node_that_is_made_later_is_opened_to_present_tenants() {
     overlay_machine::alone("gpu_outages::device_node_that_is_made_later_is_opened_to_present_tenants", || {
-        // systemd's part, which reads the units anew.
-        fs::create_dir_all("/run/systemd/system").unwrap();
-        fs::write("/usr/local/bin/systemctl", "#!/bin/sh\necho \"$@\" >>/run/systemctl.calls\n").unwrap();
-        fs::set_permissions("/usr/local/bin/systemctl", fs::Permissions::from_mode(0o755)).unwrap();
+        boot_systemd();
         let reloads = || fs::read_to_string("/run/systemctl.calls").unwrap_or_default().lines().count();
         fs::create_dir_all("/dev/infiniband").unwrap();
         let further = ["/dev/fuse", "/dev/infiniband/uverbs0"].map(Into::into).to_vec();
@@ -289,10 +347,11 @@ fn device_node_that_is_made_later_is_opened_to_present_tenants() {
             let before = reloads();
             run("mknod", &["-m", "666", &format!("/dev/{later}"), "c", "1", "3"]);
             eventually(|| {
-                node.system.reconcile_devices();
+                node.system.follow_device_nodes();
                 allowed().len() == count + 1
             });
             assert!(allowed().contains(&format!("{later} rw")) && reloads() == before + 1, "{later}");
+            node.system.follow_device_nodes();
             node.system.reconcile_devices();
             assert_eq!(reloads(), before + 1, "systemd has nothing to read where nothing has changed");
         }

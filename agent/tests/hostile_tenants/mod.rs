@@ -2,8 +2,6 @@
 
 use super::*;
 
-const NEIGHBOUR: &str = "neighbour";
-
 /// Folders within folders, three thousand deep: longer than any path and more than a process may have open.
 const NEST: &str = "exec perl -e 'for (1..3000) { mkdir \"d\" and chdir \"d\" or die } open(F, \">x\")'";
 
@@ -145,7 +143,7 @@ fn neighbour_that_renames_deep_folders_keeps_no_release_from_its_proof() {
         || {
             let node = Node::start();
             let neighbour = node.make(Uuid::from_u128(100), NEIGHBOUR, &[1]);
-            let mut renaming: Vec<Child> = ["/tmp/n", "/var/tmp/n", "/dev/shm/n", "/home/neighbour/n"]
+            let renaming: Vec<Child> = ["/tmp/n", "/var/tmp/n", "/dev/shm/n", "/home/neighbour/n"]
                 .map(|place| {
                     let script = RENAMES.replace("$ARGV[0]", place);
                     spawn(neighbour, &format!("mkdir {place}; {script}"))
@@ -163,10 +161,7 @@ fn neighbour_that_renames_deep_folders_keeps_no_release_from_its_proof() {
                 assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
                 assert!(!Path::new("/tmp/mine").exists());
             }
-            for child in &mut renaming {
-                child.kill().unwrap();
-                child.wait().unwrap();
-            }
+            renaming.into_iter().for_each(stop);
         },
     );
 }
@@ -195,10 +190,7 @@ fn file_of_the_released_tenant_in_a_neighbours_busy_folder_is_found_and_removed(
             assert_eq!(mode("/tmp/n/a/b/c/kept").1, uid);
             assert_clean(&node.release(id, NAME, &[0]));
             assert!(!Path::new("/tmp/n/a/b/c/kept").exists() && Path::new("/tmp/n/a/b/c").exists());
-            for mut child in [held, busy] {
-                child.kill().unwrap();
-                child.wait().unwrap();
-            }
+            [held, busy].into_iter().for_each(stop);
         },
     );
 }
@@ -223,9 +215,7 @@ fn file_that_cannot_be_removed_from_a_neighbours_folder_fails_the_proof() {
             assert!(detail.iter().any(|detail| detail.contains("/tmp/n/below/mine")), "{detail:?}");
             run("mount", &["-o", "remount,rw", "/tmp/n/below"]);
             assert_clean(&node.release(id, NAME, &[0]));
-            let mut busy = busy;
-            busy.kill().unwrap();
-            busy.wait().unwrap();
+            stop(busy);
         },
     );
 }
@@ -239,15 +229,14 @@ fn neighbour_that_fills_a_folder_of_the_released_tenant_does_not_keep_it() {
             let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
             let (uid, neighbour) = (node.make(id, NAME, &[0]), node.make(next, NEIGHBOUR, &[1]));
             assert!(can(uid, "mkdir -m 777 /tmp/open"));
-            let mut fills = spawn(
+            let fills = spawn(
                 neighbour,
                 "mkdir /tmp/open/mine; cd /tmp/open/mine; exec perl -e 'while (1) { $n++; open(F, \">\", \"f$n\"); open(F, \">\", \"../f$n\"); mkdir \"../d$n\" }'",
             );
             eventually(|| fs::read_dir("/tmp/open/mine").is_ok_and(|entries| entries.count() > 100));
             assert_clean(&node.release(id, NAME, &[0]));
             assert!(!Path::new("/tmp/open").exists());
-            fills.kill().unwrap();
-            fills.wait().unwrap();
+            stop(fills);
         },
     );
 }

@@ -6,7 +6,6 @@ use agent::system_executor::private_proc;
 use super::private_tmp::{install_profile, is_known_to_pam, login};
 use super::*;
 
-const NEIGHBOUR: &str = "neighbour";
 const PORT: u16 = 18_888;
 /// Another address of the machine.
 const OTHER_ADDRESS: &str = "192.0.2.7";
@@ -171,11 +170,6 @@ fn serve(uid: u32, server: &str, client: impl Fn(u32) -> String) -> Child {
     server
 }
 
-fn stop(mut server: Child) {
-    server.kill().unwrap();
-    server.wait().unwrap();
-}
-
 #[test]
 fn what_a_tenant_listens_on_at_a_loopback_address_is_reached_by_no_neighbour() {
     overlay_machine::alone(
@@ -218,7 +212,7 @@ fn what_a_tenant_listens_on_at_a_loopback_address_is_reached_by_no_neighbour() {
             let server = serve(uid, &listens("0.0.0.0"), |seconds| reads(None, OTHER_ADDRESS, seconds));
             assert!(can(neighbour, &reads(None, OTHER_ADDRESS, COMES)));
             stop(server);
-            // The machine's own services are everybody's.
+            // All users reach the machine's own services.
             let server = serve(0, &listens("127.0.0.1"), |seconds| reads(None, "127.0.0.1", seconds));
             assert!(can(uid, &reads(None, "127.0.0.1", COMES)) && can(neighbour, &reads(None, "127.0.0.1", COMES)));
             stop(server);
@@ -244,7 +238,7 @@ fn rules_that_a_firewall_has_removed_are_there_again_for_the_next_tenant() {
         run("nft", &["flush", "ruleset"]);
         assert_eq!(node.system.validate().unwrap()["separated"]["loopback"], true);
         assert!(!can(neighbour, &reads(None, "127.0.0.1", COMES_NOT)));
-        // A start replaces what is there, and a machine that leaves the service keeps nothing.
+        // A start replaces what is there, and nothing is left on a machine that leaves the service.
         let node = Node::start();
         assert!(!can(neighbour, &reads(None, "127.0.0.1", COMES_NOT)));
         assert_eq!(run("nft", &["list", "tables"]), "table inet gpuaas_loopback_80000_99999\n");
@@ -304,7 +298,7 @@ fn ssh_forwarding_reaches_the_tenants_own_port_and_no_neighbours() {
         let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
         let uid = node.make(id, NAME, &[0]);
         node.make(next, NEIGHBOUR, &[1]);
-        let mut sshd = sshd();
+        let sshd = sshd();
         let key = fs::read_to_string("/run/test_key.pub").unwrap();
         for (id, name) in [(id, NAME), (next, NEIGHBOUR)] {
             node.system.reconcile_keys(&reconcile(id, name, &[key.trim()])).unwrap();
@@ -320,8 +314,7 @@ fn ssh_forwarding_reaches_the_tenants_own_port_and_no_neighbours() {
         assert_eq!(forwards(NAME, COMES), "secret\n");
         assert_eq!(forwards(NEIGHBOUR, COMES_NOT * 2), "");
         stop(server);
-        sshd.kill().unwrap();
-        sshd.wait().unwrap();
+        stop(sshd);
         assert_clean(&node.release(id, NAME, &[0]));
         assert_clean(&node.release(next, NEIGHBOUR, &[1]));
     });

@@ -21,7 +21,7 @@ const LOWER: &str = "/run/gpuaas-lower";
 /// Its namespaces: flags of `unshare`.
 pub const NAMESPACES: [&str; 7] = ["--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private"];
 
-/// Gives a machine of the agent's own tests a network of its own, in which nothing else listens and rules are nobody else's.
+/// Gives a machine of the agent's own tests a network of its own, in which nothing else listens and no other program has rules.
 const NETWORK: &str = r#"ip link set lo up && exec "$@""#;
 
 /// Creates the machine and starts a program in it. `$1` is a folder for it, the rest is the program.

@@ -1,7 +1,8 @@
 //! The agent against control planes of the two protocol generations before its own (`wire/tests/protocol`): their messages are
 //! sufficient, and a control plane that is not upgraded yet does not end the agent.
 
-use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, enrolled, eventually};
+use crate::fake_control_plane::spawned_agent::enrolled;
+use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 use uuid::Uuid;
 use wire::task::{TaskOrigin, TaskPayload, TaskStatus};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};

@@ -7,7 +7,8 @@ use wire::recording::{RecordMode, RecordTerms, RecordingEnd};
 use wire::task::{OpenTerminal, Task, TaskStatus};
 use wire::terminal::ProgramExit;
 
-use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, enrolled, eventually};
+use crate::fake_control_plane::spawned_agent::enrolled;
+use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 
 /// Waits until the proxy has answered so many more requests, of which the path has this in it.
 async fn expect_pages(fake: &FakeControlPlane, path: &str, count: usize) {

@@ -10,7 +10,8 @@ use wire::bundle::BootstrapBundle;
 use wire::cleanup_proof::CleanupReport;
 use wire::task::{Task, TaskPayload, TaskStatus};
 
-use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, enrolled, enrolled_at, eventually};
+use crate::fake_control_plane::spawned_agent::{enrolled, enrolled_at};
+use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 use crate::skipped_tests::report_skipped;
 
 const VALIDITY: (TimeDelta, TimeDelta) = (TimeDelta::hours(-6), TimeDelta::hours(6));

@@ -268,7 +268,7 @@ impl Spool {
         self.emptied.notify_one();
     }
 
-    /// The control plane refuses the recording: nothing more is written, and nothing is kept.
+    /// The control plane refuses the recording: nothing more is written, and nothing stays stored.
     pub(super) fn refuse(&self) {
         self.state().refused = true;
         self.emptied.notify_one();

@@ -33,7 +33,7 @@ complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l cert-path -d 
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l key-path -d 'The node\'s private key [SVC_KEY_PATH]' -r -F
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l task-signing-pubkeys -d 'Public keys of task signatures: [key_id:][status:]base64, separated by commas [SVC_TASK_SIGNING_PUBKEYS]' -r
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l state-dir -d 'Folder of the journal, the identity and the allocations [SVC_NODE_AGENT_STATE_DIR, default /var/lib/gpuaas-agent]' -r -F
-complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l executor -d 'How tenants are kept apart: `system` makes Linux users and needs root, `sandbox` enforces nothing' -r -f -a "sandbox\t''
+complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l executor -d 'How tenants are isolated: `system` makes Linux users and needs root, `sandbox` enforces nothing' -r -f -a "sandbox\t''
 system\t''"
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l user -d 'The user that the agent becomes where root starts it with the executor `sandbox` [SVC_NODE_AGENT_USER]' -r
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -l max-concurrent-tasks -d 'Tasks executed at once' -r
@@ -66,7 +66,7 @@ complete -c gpuaas-agent -n "__fish_gpuaas_agent_needs_command" -f -a "help" -d 
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_using_subcommand doctor" -l output -r -f -a "text\t''
 json\t''"
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_using_subcommand doctor" -l env-file -d 'Environment file of the bootstrap bundle [SVC_NODE_AGENT_ENV_FILE]' -r -F
-complete -c gpuaas-agent -n "__fish_gpuaas_agent_using_subcommand doctor" -l executor -d 'How tenants are kept apart: `system` makes Linux users and needs root, `sandbox` enforces nothing' -r -f -a "sandbox\t''
+complete -c gpuaas-agent -n "__fish_gpuaas_agent_using_subcommand doctor" -l executor -d 'How tenants are isolated: `system` makes Linux users and needs root, `sandbox` enforces nothing' -r -f -a "sandbox\t''
 system\t''"
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_using_subcommand doctor" -s h -l help -d 'Print help'
 complete -c gpuaas-agent -n "__fish_gpuaas_agent_using_subcommand help; and not __fish_seen_subcommand_from doctor help" -f -a "doctor" -d 'Looks at everything that the agent needs (settings, certificates, control plane, clock, driver, cgroups, disks), and says what to do about what is wrong. Changes nothing. Exits with 0 where nothing is wrong, with 1 for warnings, with 2 for errors'

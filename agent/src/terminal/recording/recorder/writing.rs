@@ -137,7 +137,7 @@ impl Recorder {
         (!output.is_empty()).then(|| self.show(output))
     }
 
-    /// In mode strict the output is kept and retried, or never shown; otherwise it is shown, and lost from the recording.
+    /// In mode strict the output is stored and retried, or never shown; otherwise it is shown, and lost from the recording.
     fn handle_write_error(&mut self, why: SpoolError) -> Option<RecorderEvent> {
         // Before a chunk is closed: one that was sent would count as complete.
         self.intended = self.committed;

@@ -1,12 +1,12 @@
-//! A load tool as a child process: with low priority, and bounded in time and output.
+//! A tool of the machine as a child process: with low priority, and bounded in time and output.
 //!
 //! The tool is in a process group of its own, which is killed at the deadline, and it gets a signal to end with the agent: a load never
-//! outlives the validation that began it.
+//! outlives the validation that began it, and a driver or a service manager that hangs keeps no task from its end.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +22,8 @@ use nix::unistd::Pid;
 const MAX_OUTPUT: u64 = 256 * 1024;
 /// The most characters of its error output in a message.
 const MAX_MESSAGE: usize = 300;
+/// Of the tool itself, and of the agent where it has none.
+const DEFAULT_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 const POLL: Duration = Duration::from_millis(10);
 /// What is killed ends at once, unless it hangs in the kernel.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -33,7 +35,7 @@ const LOW_PRIORITY: [&str; 9] =
 
 /// Why a tool gave no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ToolError {
+pub enum ToolError {
     /// The test was not made, which is no fault of the machine.
     #[error("{0}")]
     NotTested(String),
@@ -53,13 +55,8 @@ pub(crate) enum ToolError {
 ///
 /// # Errors
 /// [`ToolError`]
-pub(super) fn run(folder: &Path, tool: &str, args: &[OsString], limit: Duration) -> Result<String, ToolError> {
-    let ended = run_to_end(folder, tool, args, limit)?;
-    if ended.status.success() {
-        return Ok(ended.stdout);
-    }
-    let message = shortened(&ended.stderr, &ended.stdout);
-    Err(ToolError::Ended { tool: tool.to_owned(), status: described(ended.status), message })
+pub(crate) fn run(folder: &Path, tool: &str, args: &[OsString], limit: Duration) -> Result<String, ToolError> {
+    run_to_end(folder, tool, args, limit)?.into_result(tool)
 }
 
 /// What a tool that ended by itself has left.
@@ -70,7 +67,35 @@ pub(crate) struct EndedTool {
     pub(crate) stderr: String,
 }
 
-/// The same, whatever its status is.
+impl EndedTool {
+    /// Its standard output, where it has succeeded.
+    fn into_result(self, tool: &str) -> Result<String, ToolError> {
+        if self.status.success() {
+            return Ok(self.stdout);
+        }
+        let message = shortened(&self.stderr, &self.stdout);
+        Err(ToolError::Ended { tool: tool.to_owned(), status: described(self.status), message })
+    }
+}
+
+/// The same for a program that is found as a shell finds it, with this on its standard input.
+///
+/// # Errors
+/// [`ToolError`].
+pub(crate) fn run_of_path(tool: &str, args: &[&str], input: &[u8], limit: Duration) -> Result<String, ToolError> {
+    let args: Vec<OsString> = args.iter().map(OsString::from).collect();
+    let ended = run_with_input(&folder_of(tool), tool, &args, input, limit)?;
+    ended.into_result(tool)
+}
+
+/// The first folder of the search path with this program.
+fn folder_of(tool: &str) -> PathBuf {
+    let folders = std::env::var_os("PATH").unwrap_or_else(|| DEFAULT_PATH.into());
+    let found = std::env::split_paths(&folders).find(|folder| folder.is_absolute() && folder.join(tool).is_file());
+    found.unwrap_or_else(|| PathBuf::from("/usr/bin"))
+}
+
+/// Runs a program of this folder until it ends, or for `limit`, whatever its status is.
 ///
 /// # Errors
 /// [`ToolError`], where it did not end by itself.
@@ -78,6 +103,16 @@ pub(crate) fn run_to_end(
     folder: &Path,
     tool: &str,
     args: &[OsString],
+    limit: Duration,
+) -> Result<EndedTool, ToolError> {
+    run_with_input(folder, tool, args, &[], limit)
+}
+
+fn run_with_input(
+    folder: &Path,
+    tool: &str,
+    args: &[OsString],
+    input: &[u8],
     limit: Duration,
 ) -> Result<EndedTool, ToolError> {
     let program = folder.join(tool);
@@ -91,8 +126,8 @@ pub(crate) fn run_to_end(
         .arg(program)
         .args(args)
         .env_clear()
-        .envs([("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), ("LC_ALL", "C")])
-        .stdin(Stdio::null())
+        .envs([("PATH", DEFAULT_PATH), ("LC_ALL", "C")])
+        .stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() })
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0)
@@ -100,6 +135,11 @@ pub(crate) fn run_to_end(
         .map_err(|error| not_run(&error))?;
     let deadline = Instant::now() + limit;
     let (stdout, stderr) = (reader(child.stdout.take()), reader(child.stderr.take()));
+    if let Some(mut stdin) = child.stdin.take() {
+        let input = input.to_owned();
+        // A tool that reads nothing fills the pipe. One that ends before it has read everything says why on its standard error.
+        std::thread::spawn(move || stdin.write_all(&input));
+    }
     let waited = wait(&child, &stdout, deadline);
     // Also what the tool has started and left behind: it would hold the pipes open. The tool is not reaped yet, so that its id is no other's.
     end_group(&child);
@@ -267,6 +307,16 @@ mod tests {
         let nice: i32 = lines[1].parse().unwrap();
         assert!(lines[0] == "one" && nice >= 5 && lines[2] == "best-effort: prio 7", "{output}");
         assert!(!output.contains("CARGO"), "the tool gets an environment of its own: {output}");
+    }
+
+    #[test]
+    fn tool_of_the_search_path_reads_its_input_to_the_end() {
+        let input = "x".repeat(1 << 17);
+        assert_eq!(run_of_path("cat", &[], input.as_bytes(), LIMIT).unwrap(), input);
+        // One that reads none of it ends all the same.
+        assert_eq!(run_of_path("true", &[], input.as_bytes(), LIMIT).unwrap(), "");
+        let missing = run_of_path("a-tool-of-no-package", &[], &[], LIMIT).unwrap_err();
+        assert!(matches!(missing, ToolError::NotTested(_)), "{missing}");
     }
 
     #[test]
