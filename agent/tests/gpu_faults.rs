@@ -2,6 +2,7 @@
 //! (`tests/fake-nvml`) and a kernel log that the test writes.
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub, dead_code)]
 
+mod agent_outages;
 mod fake_control_plane;
 mod hanging_mount;
 mod skipped_tests;

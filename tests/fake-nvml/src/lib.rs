@@ -34,6 +34,8 @@ pub struct FakeMachine {
     /// The code (`nvmlReturn_t`) that a function answers in place of its value, by its name, with or without the number of its version:
     /// `nvmlInit`, `nvmlDeviceGetCount`.
     pub errors: BTreeMap<String, u32>,
+    /// For how long a function does not answer, in milliseconds, by its name as in `errors`.
+    pub late_ms: BTreeMap<String, u64>,
     pub gpus: Vec<FakeGpu>,
     /// Xids by GPU, in the order in which they occurred.
     pub xids: Vec<(String, u64)>,

@@ -34,17 +34,31 @@ static HANDLES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 /// How many Xids the event set has delivered.
 static DELIVERED: Mutex<usize> = Mutex::new(0);
 
-/// The machine at this moment, as this function answers.
+/// How often a function that does not answer looks whether it does.
+const POLL: Duration = Duration::from_millis(20);
+
+/// The machine when this function answers.
 fn machine(function: &str) -> Result<FakeMachine, nvmlReturn_t> {
-    let machine = machine_of_any_function()?;
-    answered(function, &machine.errors)?;
-    Ok(machine)
+    let begun = Instant::now();
+    loop {
+        let machine = machine_of_any_function()?;
+        let late = of_function(function, &machine.late_ms).map_or(Duration::ZERO, |late| Duration::from_millis(*late));
+        if begun.elapsed() >= late {
+            return answered(function, &machine.errors).map(|()| machine);
+        }
+        std::thread::sleep(POLL.min(late));
+    }
 }
 
 /// Fails where the function is to answer with a code.
 fn answered(function: &str, errors: &BTreeMap<String, u32>) -> Result<(), nvmlReturn_t> {
+    of_function(function, errors).map_or(Ok(()), |code| Err(*code))
+}
+
+/// What is set for a function, with or without the number of its version.
+fn of_function<'a, T>(function: &str, set: &'a BTreeMap<String, T>) -> Option<&'a T> {
     let without_version = function.rsplit_once("_v").map_or(function, |(name, _)| name);
-    errors.get(function).or_else(|| errors.get(without_version)).map_or(Ok(()), |code| Err(*code))
+    set.get(function).or_else(|| set.get(without_version))
 }
 
 /// The machine at this moment, once it does not hang.
@@ -58,7 +72,7 @@ fn machine_of_any_function() -> Result<FakeMachine, nvmlReturn_t> {
         if !machine.hangs {
             return Ok(machine);
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(POLL);
     }
 }
 
