@@ -291,7 +291,8 @@ pub async fn run_with(
     let (lister, source) = (Arc::clone(&gpus), gpus.source());
     let listed = tokio::task::spawn_blocking(move || lister.list()).await;
     let listed = listed.ok().and_then(Result::ok).unwrap_or_default();
-    let mut readings = InventoryReadings::new(executor.kind(), &config.state_dir);
+    let tenant_devices = config.system.as_ref().map_or(&[][..], |settings| &settings.tenant_devices);
+    let mut readings = InventoryReadings::new(executor.kind(), &config.state_dir, tenant_devices);
     readings.read().await;
     // The version of the driver is in the first heartbeat.
     let inventory = readings.inventory(listed, (source, None), executor.kind());

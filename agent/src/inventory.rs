@@ -32,6 +32,8 @@ pub struct InventoryReadings {
     load: BoundedReading<SystemLoad>,
     meter: Arc<LoadMeter>,
     storage: Storage,
+    /// As configured.
+    tenant_devices: Vec<String>,
     last: LastInventory,
 }
 
@@ -71,9 +73,9 @@ struct SystemLoad {
 }
 
 impl InventoryReadings {
-    /// Of this machine, whose agent has its state in this folder.
+    /// Of this machine, whose agent has its state in this folder, and gives its tenants these device nodes beside their GPUs.
     #[must_use]
-    pub fn new(executor: ExecutorKind, state_dir: &Path) -> Self {
+    pub fn new(executor: ExecutorKind, state_dir: &Path, tenant_devices: &[PathBuf]) -> Self {
         let ssh_state = match executor {
             // Tenants of the sandbox are not users of the machine.
             ExecutorKind::Sandbox => None,
@@ -86,6 +88,7 @@ impl InventoryReadings {
             load: BoundedReading::of("the load of processors and memory"),
             meter: Arc::new(LoadMeter::default()),
             storage: Storage::default(),
+            tenant_devices: tenant_devices.iter().map(|path| path.display().to_string()).collect(),
             last: LastInventory::default(),
         }
     }
@@ -129,6 +132,7 @@ impl InventoryReadings {
             executor,
             ssh_host_key_fingerprint: self.last.ssh_host_key.clone(),
             system: installed,
+            tenant_devices: self.tenant_devices.clone(),
         }
     }
 
@@ -229,11 +233,12 @@ mod tests {
     #[tokio::test]
     async fn the_inventory_of_this_machine_is_plausible() {
         let folder = tempfile::tempdir().unwrap();
-        let mut readings = InventoryReadings::new(ExecutorKind::Sandbox, folder.path());
+        let mut readings = InventoryReadings::new(ExecutorKind::Sandbox, folder.path(), &[PathBuf::from("/dev/fuse")]);
         let unread = readings.inventory(Vec::new(), (GpuSource::None, None), ExecutorKind::Sandbox);
         assert_eq!((unread.hostname.as_str(), unread.cpu_cores, unread.system), ("unknown", 0, None));
         readings.read().await;
         let inventory = readings.inventory(Vec::new(), (GpuSource::None, None), ExecutorKind::Sandbox);
+        assert_eq!((unread.tenant_devices, inventory.tenant_devices.len()), (vec!["/dev/fuse".to_owned()], 1));
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
         assert_eq!((inventory.system, readings.conditions()), (Some(installed_system(Path::new("/"))), Vec::new()));
         let load = readings.telemetry(Vec::new());

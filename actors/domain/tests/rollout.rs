@@ -418,6 +418,7 @@ fn active_node(id: NodeId) -> Node {
         storage_gib: 4_000,
         host_fingerprint: None,
         system: None,
+        tenant_devices: Vec::new(),
     };
     let year = start() + chrono::TimeDelta::days(365);
     let issued = CertificateRecord { serial: SERIAL.into(), not_after: year, generation: 0, authority: None };

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use wire::inventory::{MAX_TENANT_DEVICE_PATH, MAX_TENANT_DEVICES};
+
 use super::{AgentConfigError, Problems, STATE_DIR, Sources};
 use crate::system_executor::Settings;
 use crate::system_executor::sudoers::SudoCommand;
@@ -22,7 +24,6 @@ const TASKS_PER_GPU: &str = "SVC_NODE_AGENT_TASKS_PER_GPU";
 
 /// The fewest processes with which a tenant's login and a program of CUDA begin.
 const FEWEST_TASKS: u64 = 256;
-const MAX_TENANT_DEVICES: usize = 32;
 
 /// The variables that are no flags and not of the bundle.
 pub(crate) const OWN_VARIABLES: [&str; 13] = [
@@ -125,7 +126,9 @@ fn tenant_devices(sources: &Sources<'_>) -> Result<Vec<PathBuf>, AgentConfigErro
     let devices: Vec<PathBuf> = devices.collect();
     let is_device = |path: &PathBuf| {
         let is_whole = path.components().all(|part| !matches!(part, std::path::Component::ParentDir));
-        let is_word = path.to_str().is_some_and(|text| !text.contains(char::is_whitespace));
+        let is_word = path
+            .to_str()
+            .is_some_and(|text| text.len() <= MAX_TENANT_DEVICE_PATH && !text.contains(char::is_whitespace));
         path.starts_with("/dev") && path.parent() != Some(Path::new("/")) && is_whole && is_word && is_plain(path)
     };
     if devices.len() <= MAX_TENANT_DEVICES && devices.iter().all(is_device) {
@@ -133,7 +136,7 @@ fn tenant_devices(sources: &Sources<'_>) -> Result<Vec<PathBuf>, AgentConfigErro
     }
     Err(AgentConfigError::Value {
         name: TENANT_DEVICES,
-        expected: "32 device nodes below /dev at most, by commas, as /dev/fuse,/dev/infiniband/uverbs0",
+        expected: "32 device nodes below /dev at most, of 128 bytes each, by commas, as /dev/fuse,/dev/infiniband/uverbs0",
     })
 }
 

@@ -7,6 +7,12 @@ use super::*;
 
 const CA: &str = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n";
 
+const LONG_DEVICE: &str = concat!(
+    "/dev/",
+    "0123456789012345678901234567890123456789012345678901234567890123456789",
+    "0123456789012345678901234567890123456789012345678901234567890123456789"
+);
+
 fn bundle(folder: &Path) -> BootstrapBundle {
     let key = ed25519_dalek::SigningKey::from_bytes(&[1; 32]);
     let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
@@ -86,6 +92,8 @@ fn account_settings_are_accepted_or_refused_by_name() {
         (TENANT_DEVICES, "/dev"),
         (TENANT_DEVICES, "/dev/../etc/shadow"),
         (TENANT_DEVICES, "/dev/x rw"),
+        // The control plane takes no longer path.
+        (TENANT_DEVICES, LONG_DEVICE),
     ] {
         assert!(
             matches!(gather(name, value), Err(AgentConfigError::Value { name: found, .. }) if found == name),

@@ -26,7 +26,15 @@ pub struct NodeInventory {
     /// What distinguishes this installation from another one of the same machine. Agents before it do not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system: Option<InstalledSystem>,
+    /// The device nodes beside those of GPUs that each tenant may open; absent where there are none. At most [`MAX_TENANT_DEVICES`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tenant_devices: Vec<String>,
 }
+
+/// The most device nodes beside those of GPUs that a node gives to its tenants.
+pub const MAX_TENANT_DEVICES: usize = 32;
+/// The longest path of one, in bytes.
+pub const MAX_TENANT_DEVICE_PATH: usize = 128;
 
 /// The installed system.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -73,6 +73,7 @@ fn inventory() -> NodeInventory {
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,
+        tenant_devices: vec!["/dev/fuse".into()],
     }
 }
 

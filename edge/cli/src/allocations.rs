@@ -165,7 +165,7 @@ const IN_A_LIST: [Column; 7] = [
     ("WHY", "/state_reason"),
 ];
 
-const ALONE: [Column; 27] = [
+const ALONE: [Column; 28] = [
     ("id", "/id"),
     ("name", "/name"),
     ("labels", "/labels"),
@@ -177,6 +177,7 @@ const ALONE: [Column; 27] = [
     ("health", "/health/message"),
     ("SKU", "/sku"),
     ("GPUs", "/gpu_count"),
+    ("further devices", "/further_devices"),
     ("region", "/region_code"),
     ("node", "/node_id"),
     ("ssh host", "/ssh/host"),

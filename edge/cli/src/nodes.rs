@@ -252,7 +252,7 @@ const IN_A_LIST: [Column; 8] = [
     ("UNSCHEDULABLE", "/unschedulable_reason"),
 ];
 
-const ALONE: [Column; 36] = [
+const ALONE: [Column; 37] = [
     ("id", "/id"),
     ("name", "/name"),
     ("labels", "/labels"),
@@ -271,6 +271,7 @@ const ALONE: [Column; 36] = [
     ("region", "/region_code"),
     ("GPUs", "/gpus_total"),
     ("GPUs free", "/gpus_free"),
+    ("tenants' devices", "/inventory/tenant_devices"),
     ("health", "/health/status"),
     ("agent", "/agent/version"),
     ("agent's package", "/agent/package_digest"),

@@ -86,6 +86,7 @@ export function allocation(number: number, change: Partial<Schemas["Allocation"]
     state_reason: "provisioned",
     gpu_count: 2,
     devices: [0, 1].map((index) => ({ index, uuid: `GPU-5f0d1c2e-8a77-4f0b-9a34-2d6c1b9e7f1${index}` })),
+    further_devices: ["/dev/fuse"],
     price: { amount_minor_per_gpu_hour: 250, currency: "EUR" },
     cost_to_date_minor: 123_456,
     billed_until: ago(1),
@@ -220,7 +221,7 @@ export function node(number: number, change: Partial<Schemas["Node"]> = {}): Sch
         index, uuid: `GPU-5f0d1c2e-8a77-4f0b-9a34-2d6c1b9e7f${number}${index}`, model: "NVIDIA H100 80GB HBM3", memory_mib: 81_559, is_free: index > 1,
         allocation_id: index < 2 ? uuid(101) : null,
       })),
-      gpu_source: "nvml", isolates_devices: true, cpu_model: "AMD EPYC 9654 96-Core Processor", cpu_cores: 192, memory_mib: 1_548_000, storage_gib: 7153, driver_version: "550.90.07",
+      gpu_source: "nvml", isolates_devices: true, cpu_model: "AMD EPYC 9654 96-Core Processor", cpu_cores: 192, memory_mib: 1_548_000, storage_gib: 7153, driver_version: "550.90.07", tenant_devices: [],
     },
     hardware: [
       { item: "GPUs", expected: "8", found: "8", is_enough: true },

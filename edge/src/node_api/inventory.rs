@@ -8,7 +8,7 @@ use domain::node::{
 use std::collections::BTreeSet;
 use wire::finding::{AcceptedFinding, Finding, MAX_FINDING_DETAIL, MAX_FINDING_NAME, MAX_FINDINGS};
 use wire::heartbeat as reported;
-use wire::inventory::{ExecutorKind, GpuSource};
+use wire::inventory::{ExecutorKind, GpuSource, MAX_TENANT_DEVICE_PATH, MAX_TENANT_DEVICES};
 
 const MAX_GPUS: usize = 64;
 const MAX_TEXT: usize = 256;
@@ -71,6 +71,12 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
     }) {
         value.as_ref().map_or(Ok(()), |value| text(field, value, MAX_SYSTEM_TEXT))?;
     }
+    if sent.tenant_devices.len() > MAX_TENANT_DEVICES {
+        return Err(refused("inventory.tenant_devices", format!("has more than {MAX_TENANT_DEVICES} entries")));
+    }
+    for (index, path) in sent.tenant_devices.iter().enumerate() {
+        text(&format!("inventory.tenant_devices[{index}]"), path, MAX_TENANT_DEVICE_PATH)?;
+    }
     if sent.gpus.len() > MAX_GPUS {
         return Err(refused("inventory.gpus", format!("has more than {MAX_GPUS} entries")));
     }
@@ -113,6 +119,7 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
         system: sent
             .system
             .map(|system| ReportedSystem { machine_id: system.machine_id, image_digest: system.image_digest }),
+        tenant_devices: sent.tenant_devices,
     })
 }
 
@@ -225,6 +232,9 @@ mod tests {
         assert_eq!(change(|sent| sent.kernel = "6.1\n".into()), "inventory.kernel");
         assert_eq!(change(|sent| sent.memory_mib = u64::MAX), "inventory.memory_mib");
         assert_eq!(change(|sent| sent.driver_version = Some("5".repeat(65))), "inventory.driver_version");
+        let devices = |sent: &mut wire::inventory::NodeInventory| sent.tenant_devices = vec!["/dev/fuse".into(); 33];
+        assert_eq!(change(devices), "inventory.tenant_devices");
+        assert_eq!(change(|sent| sent.tenant_devices = vec!["x".repeat(129)]), "inventory.tenant_devices[0]");
         assert_eq!(change(|sent| sent.gpus = vec![sent.gpus[0].clone(); 65]), "inventory.gpus");
         assert_eq!(change(|sent| sent.gpus[0].uuid.clear()), "inventory.gpus[0].uuid");
         assert_eq!(change(|sent| sent.gpus[0].model = "x".repeat(1000)), "inventory.gpus[0].model");

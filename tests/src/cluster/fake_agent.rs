@@ -400,6 +400,7 @@ pub fn inventory(node: Uuid, gpus: u32) -> NodeInventory {
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,
+        tenant_devices: Vec::new(),
     }
 }
 

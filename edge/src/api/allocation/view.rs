@@ -32,6 +32,8 @@ pub(in crate::api) struct AllocationView {
     gpu_count: u32,
     /// The GPUs that it has, or had last.
     devices: Vec<DeviceView>,
+    /// The device nodes beside those of its GPUs that its programs may open while it is active, such as `/dev/fuse`.
+    further_devices: Vec<String>,
     state: StateName,
     /// Why it is in its state: a code or a sentence.
     state_reason: String,
@@ -153,6 +155,7 @@ impl AllocationView {
             region_code: placed.map(|placed| placed.region_code.clone()).or(asked.region_code),
             gpu_count: asked.gpu_count,
             devices: placed.into_iter().flat_map(|placed| &placed.devices).map(device).collect(),
+            further_devices: node.map(further_devices).unwrap_or_default(),
             state: StateName::of(it),
             state_reason: it.history.last().map(|entry| entry.reason.as_str().to_owned()).unwrap_or_default(),
             failure: it.failure.as_ref().map(|failure| FailureView {
@@ -193,6 +196,10 @@ impl AllocationView {
             generation: version,
         }
     }
+}
+
+fn further_devices(node: &Node) -> Vec<String> {
+    node.inventory.as_ref().map(|inventory| inventory.tenant_devices.clone()).unwrap_or_default()
 }
 
 impl StateName {

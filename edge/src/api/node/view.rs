@@ -150,6 +150,8 @@ pub(in crate::api) struct InventoryView {
     memory_mib: u64,
     storage_gib: u64,
     driver_version: Option<String>,
+    /// The device nodes beside those of GPUs that each tenant may open, as `SVC_NODE_AGENT_TENANT_DEVICES` of the machine has them.
+    tenant_devices: Vec<String>,
 }
 
 /// A GPU of the machine.
@@ -378,6 +380,7 @@ impl InventoryView {
             memory_mib: inventory.memory_mib,
             storage_gib: inventory.storage_gib,
             driver_version: inventory.driver_version.clone(),
+            tenant_devices: inventory.tenant_devices.clone(),
         })
     }
 }

@@ -294,6 +294,24 @@ async fn gpu_alert_is_shown_to_the_tenant_of_the_gpu() {
 }
 
 #[tokio::test]
+async fn further_devices_of_a_node_are_shown_with_it_and_to_the_tenant_of_an_active_allocation() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let node = api.enrolled_node("h100x4", 4, "m").await;
+    api.poll(node).await;
+    let shown = api.get(&format!("/api/v1/nodes/{node}")).admin().send().await;
+    assert_eq!(shown.is(200)["inventory"]["tenant_devices"], json!(["/dev/fuse"]));
+    api.set_placement(PlacementOutcome::On(node));
+    let id = id_of(&rent(&api, "rented", &allocation_body()).await);
+    let path = format!("/api/v1/allocations/{id}");
+    let before = api.get(&path).user("ann").send().await;
+    assert_eq!(before.is(200)["further_devices"], json!([]), "it has no programs yet");
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
+    let active = api.get(&path).user("ann").send().await;
+    assert_eq!(active.is(200)["further_devices"], json!(["/dev/fuse"]));
+}
+
+#[tokio::test]
 async fn allocation_on_a_silent_machine_says_so_until_the_next_contact() {
     let api = ApiHarness::new().await;
     api.sku("h100x4", 4).await;

@@ -42,6 +42,7 @@ pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> NodeInventory {
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,
+        tenant_devices: Vec::new(),
     }
 }
 

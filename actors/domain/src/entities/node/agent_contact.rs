@@ -74,6 +74,9 @@ pub struct ReportedInventory {
     /// What distinguishes its installation from another; `None` where the agent does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system: Option<ReportedSystem>,
+    /// The device nodes beside those of GPUs that each tenant may open, as the operator of the machine has set them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tenant_devices: Vec<String>,
 }
 
 /// The installed system of the machine.

@@ -107,6 +107,7 @@ fn inventory(gpus: u32) -> ReportedInventory {
         driver_version: None,
         host_fingerprint: None,
         system: None,
+        tenant_devices: Vec::new(),
     }
 }
 

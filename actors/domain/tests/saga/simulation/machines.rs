@@ -237,5 +237,6 @@ fn inventory(id: NodeId, gpus: u32) -> node::ReportedInventory {
         driver_version: None,
         host_fingerprint: None,
         system: None,
+        tenant_devices: Vec::new(),
     }
 }

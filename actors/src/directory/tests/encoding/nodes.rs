@@ -44,6 +44,7 @@ fn inventory() -> ReportedInventory {
         driver_version: Some(text()),
         host_fingerprint: None,
         system: Some(ReportedSystem { machine_id: Some(text()), image_digest: None }),
+        tenant_devices: vec![text()],
     }
 }
 
