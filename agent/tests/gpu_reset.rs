@@ -67,7 +67,9 @@ impl Bench {
         let bundle = self.fake.bundle(self.folder.path());
         let text = |path: PathBuf| path.to_str().unwrap().to_owned();
         let (tools, data) = (text(self.tools()), text(self.folder.path().to_owned()));
-        let args = ["--driver-tools", &tools, "--validation-tools", &tools, "--validation-folder", &data];
+        let folders = ["--driver-tools", &tools, "--validation-tools", &tools, "--validation-folder", &data];
+        // A driver that works answers in this time on any machine.
+        let args = [&folders[..], &["--gpu-deadline-seconds", "60"]].concat();
         let environment = [("LD_LIBRARY_PATH", data.clone()), (fake_nvml::FILE, text(self.file()))];
         let agent = SpawnedAgent::start_with(self.folder.path(), &bundle, &args, &environment);
         agent.wait_for_message("polling").await;
@@ -186,4 +188,79 @@ async fn machine_without_the_tool_or_with_gpus_that_are_reset_together_says_so()
     assert_eq!(code(&other), "invalid_task");
     std::fs::remove_file(bench.tools().join("nvidia-smi")).unwrap();
     assert_eq!(code(&bench.reset().await), "reset_unsupported");
+}
+
+/// The calls of the tool in a reset.
+const CALLS: [&str; 4] = ["--query-gpu", "-pm 0", "--gpu-reset", "-pm 1"];
+
+/// The agent is killed while the tool is at this moment, and the next agent comes to it again.
+async fn killed_at(moment: String) {
+    let bench = Bench::new().await;
+    let (agent, file) = (bench.agent().await, bench.file());
+    eventually(|| (!bench.fake.calls().heartbeats.is_empty()).then_some(())).await;
+    fake_nvml::hold_smi(&file, &moment).unwrap();
+    let reset = bench.fake.payload(Task::ResetGpu(ResetGpu { gpu_uuid: bench.uuid() }));
+    bench.fake.dispatch(&reset);
+    eventually(|| fake_nvml::is_smi_held(&file).then_some(())).await;
+    agent.kill_9();
+    // A tool of the killed agent ends with it.
+    let _ = fake_nvml::is_smi_held(&file);
+    // A poll of the killed agent that is still open would take the order, so it is sent twice.
+    let early = bench.provision(1);
+    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    bench.fake.dispatch(&early);
+    let _next = bench.agent().await;
+    bench.fake.dispatch(&early);
+    eventually(|| fake_nvml::is_smi_held(&file).then_some(())).await;
+    fake_nvml::let_smi_go(&file).unwrap();
+    let result = bench.fake.result_of(reset.task_id).await;
+    assert_eq!(result.status, TaskStatus::Succeeded, "{moment}: {result:?}");
+    let left = bench.left();
+    assert_eq!((left.gpus[1].remap_pending, left.gpus[1].persistence_mode), (Some(false), true), "{moment}");
+    // The order of a tenant that came before the reset went on gets the GPU after it, or not at all.
+    let early = bench.fake.result_of(early.task_id).await;
+    if early.status == TaskStatus::Failed {
+        assert_eq!(code(&early), "device_in_use", "{moment}: {early:?}");
+        bench.rent(1).await;
+    }
+}
+
+#[tokio::test]
+async fn reset_that_an_agent_was_killed_in_at_any_step_is_resumed_before_a_tenant_gets_the_gpu() {
+    let moments = CALLS.iter().flat_map(|call| ["before", "after"].map(|when| format!("{when} {call}")));
+    futures::future::join_all(moments.map(killed_at)).await;
+}
+
+#[tokio::test]
+async fn gpu_whose_reset_waits_for_a_load_is_given_to_no_tenant() {
+    let mut bench = Bench::new().await;
+    let agent = bench.agent().await;
+    eventually(|| (!bench.fake.calls().heartbeats.is_empty()).then_some(())).await;
+    bench.change(|machine| machine.cuda.as_mut().unwrap().hangs = true);
+    let load =
+        ValidationLoad { level: LoadLevel::Quick, load_seconds: 0, gpu_uuid: Some(bench.machine.gpus[0].uuid.clone()) };
+    let load = bench.fake.payload(Task::Validate { load: Some(load) });
+    bench.fake.dispatch(&load);
+    eventually(|| (agent.count("task started") > 0).then_some(())).await;
+    let (reset, refused) = loop {
+        let started = agent.count("task started");
+        let reset = bench.fake.payload(Task::ResetGpu(ResetGpu { gpu_uuid: bench.uuid() }));
+        bench.fake.dispatch(&reset);
+        eventually(|| (agent.count("task started") > started).then_some(())).await;
+        let task = bench.provision(1);
+        bench.fake.dispatch(&task);
+        let result = bench.fake.result_of(task.task_id).await;
+        if result.status == TaskStatus::Failed {
+            break (reset, result);
+        }
+        // The reset was over before the load began, or the order of the tenant was the first of what came at the same moment.
+        let over = bench.fake.result_of(reset.task_id).await;
+        assert!(["", "device_in_use"].contains(&code(&over)), "a tenant has the GPU before its reset: {over:?}");
+        let Task::Provision(provision) = task.task else { unreachable!() };
+        let (allocation_id, user_name, devices) = (provision.allocation_id, provision.user_name, provision.devices);
+        bench.result(Task::Release(Release { allocation_id, user_name, devices })).await;
+    };
+    assert!(refused.error.unwrap().message.contains("is being reset or tested"));
+    bench.change(|machine| machine.cuda.as_mut().unwrap().hangs = false);
+    assert_eq!(bench.fake.result_of(reset.task_id).await.status, TaskStatus::Succeeded);
 }

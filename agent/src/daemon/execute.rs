@@ -249,6 +249,8 @@ impl Agent {
             Task::ResetGpu(reset) => {
                 let (resetter, validator) = (Arc::clone(&self.gpu_resetter), Arc::clone(&self.validator));
                 Box::new(move || {
+                    // Before it waits: no tenant gets the GPU meanwhile.
+                    let _withheld = executor.withhold_gpu(&reset.gpu_uuid)?;
                     // A load would have the driver open.
                     let _alone = validator.alone();
                     resetter.reset(&gpus, executor.as_ref(), &reset.gpu_uuid).map(Effect::plain)

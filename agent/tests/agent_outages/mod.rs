@@ -29,8 +29,8 @@ use super::hanging_mount::{HangingMount, OwnMounts};
 
 const GPUS: usize = 3;
 /// The machines of a run, and how many of them run at once.
-const CASES: usize = 12;
-const AT_ONCE: usize = 6;
+const CASES: usize = 8;
+const AT_ONCE: usize = 8;
 /// An agent that polls and sends no heartbeat for so long is as good as dead. It polls once a second where it has no task.
 const MOST_POLLS: usize = 60;
 /// Longer than a busy machine takes for what has to come.

@@ -241,6 +241,26 @@ pub fn install_smi(tools: &Path, library: &Path, file: &Path) -> io::Result<()> 
     std::fs::set_permissions(program, std::fs::Permissions::from_mode(0o755))
 }
 
+/// Holds `nvidia-smi` on the machine of `file` at a moment, such as `before -pm 0` or `after --gpu-reset`, until it is let go.
+///
+/// # Errors
+/// That of the file system.
+pub fn hold_smi(file: &Path, moment: &str) -> io::Result<()> {
+    std::fs::write(file.with_extension("hold"), moment)
+}
+
+/// Whether a call has come to that moment since this was last asked.
+#[must_use]
+pub fn is_smi_held(file: &Path) -> bool {
+    std::fs::remove_file(file.with_extension("held")).is_ok()
+}
+
+/// # Errors
+/// That of the file system.
+pub fn let_smi_go(file: &Path) -> io::Result<()> {
+    std::fs::remove_file(file.with_extension("hold"))
+}
+
 /// The arguments of the calls of `nvidia-smi` on the machine of `file` so far.
 #[must_use]
 pub fn calls_of_smi(file: &Path) -> Vec<String> {

@@ -4,7 +4,18 @@ machine='@MACHINE@'
 library='@LIBRARY@'
 # How a reset ends. It is read before the call is recorded: a test may change the machine as soon as it sees the call.
 outcome=$(sed -n 's/^  "reset": "\([a-z_]*\)",*$/\1/p' "$machine")
-echo "$*" >>"${machine%.*}.calls"
+call=$*
+echo "$call" >>"${machine%.*}.calls"
+
+# Waits as long as a test holds the tool at this moment: before or after what a call does.
+hold() {
+    while moment=$(cat "${machine%.*}.hold" 2>/dev/null) && case "$1 $call" in "$moment"*) true ;; *) false ;; esac; do
+        : >"${machine%.*}.held"
+        sleep 0.05
+    done
+}
+hold before
+trap 'hold after' EXIT
 
 # The field $2 of the GPU with UUID $1.
 field() {

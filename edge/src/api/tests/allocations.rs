@@ -299,7 +299,7 @@ async fn further_devices_of_a_node_are_shown_with_it_and_to_the_tenant_of_an_act
     api.sku("h100x4", 4).await;
     let node = api.enrolled_node("h100x4", 4, "m").await;
     api.poll(node).await;
-    let shown = api.get(&format!("/api/v1/nodes/{node}")).admin().send().await;
+    let shown = api.get(&format!("/api/v1/admin/nodes/{node}")).admin().send().await;
     assert_eq!(shown.is(200)["inventory"]["tenant_devices"], json!(["/dev/fuse"]));
     api.set_placement(PlacementOutcome::On(node));
     let id = id_of(&rent(&api, "rented", &allocation_body()).await);
