@@ -1,5 +1,7 @@
 //! Errors of statements outside the committer.
 
+use crate::outage_log;
+use crate::pool::ended_sessions;
 use crate::snapshot_seal::SealRefusal;
 
 /// A statement failed. `doing` is for the operator; the edge chooses what a caller of the API sees.
@@ -41,23 +43,28 @@ impl StoreError {
             | sqlx::Error::PoolClosed
             | sqlx::Error::WorkerCrashed => true,
             sqlx::Error::Database(error) => {
-                // Connection exceptions, rollbacks, insufficient resources, operator intervention, lock not available.
+                // Rollbacks, too many connections, statements that took too long, locks that are not available.
                 let code = error.code().unwrap_or_default();
-                ["08", "40", "53", "57", "55P03"].iter().any(|class| code.starts_with(class))
+                ended_sessions::ends_sessions(&self.source)
+                    || ["40", "53300", "57014", "55P03"].iter().any(|class| code.starts_with(class))
             }
             _ => false,
         }
     }
 }
 
-/// Adds the operation that failed.
+/// Adds the operation that failed. Every error of a statement passes here, so that one that ends sessions is observed in one place.
 pub(crate) trait OperationContext<T> {
     fn doing(self, doing: &'static str) -> Result<T, StoreError>;
 }
 
 impl<T> OperationContext<T> for Result<T, sqlx::Error> {
     fn doing(self, doing: &'static str) -> Result<T, StoreError> {
-        self.map_err(|source| StoreError { doing, source })
+        self.map_err(|source| {
+            ended_sessions::observe(&source);
+            outage_log::statement_failed(doing, &source);
+            StoreError { doing, source }
+        })
     }
 }
 

@@ -19,6 +19,7 @@ pub mod key_rewrap;
 pub mod loader;
 pub mod membership;
 pub mod migrate;
+pub mod outage_log;
 pub mod outbox;
 mod parked_entities;
 pub mod pool;

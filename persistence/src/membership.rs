@@ -2,6 +2,8 @@
 //! Ages on its clock are shown and decide nothing: a takeover requires an owner without heartbeats, as observed on a monotonic clock.
 
 use crate::error::{OperationContext, StoreError, damaged};
+use crate::outage_log;
+use crate::pool::begin_locking;
 use domain::commit::Epoch;
 use domain::id::{MemberId, Shard};
 use domain::state_machine::Timestamp;
@@ -65,7 +67,7 @@ impl Cluster {
     /// # Errors
     /// [`StoreError`]
     pub async fn heartbeat(&self, member: &Member) -> Result<Timestamp, StoreError> {
-        sqlx::query_scalar(
+        let stored = sqlx::query_scalar(
             "INSERT INTO member (id, name, started_at, beat_at, details) VALUES ($1, $2, $3, clock_timestamp(), $4)
              ON CONFLICT (id) DO UPDATE SET name = excluded.name, beat_at = excluded.beat_at, details = excluded.details
              RETURNING beat_at",
@@ -76,7 +78,28 @@ impl Cluster {
         .bind(&member.details)
         .fetch_one(&self.pool)
         .await
-        .doing("beating")
+        .doing("storing a heartbeat");
+        if stored.is_ok() {
+            outage_log::write_succeeded();
+        }
+        stored
+    }
+
+    /// Writes this member's row and rolls that back: whether the server takes writes, without waiting for a standby or for the row.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn check_write(&self, member: MemberId) -> Result<(), StoreError> {
+        const DOING: &str = "testing a write";
+        let mut transaction = begin_locking(&self.pool).await.doing(DOING)?;
+        sqlx::query(
+            "UPDATE member SET beat_at = beat_at WHERE id = (SELECT id FROM member WHERE id = $1 FOR UPDATE SKIP LOCKED)",
+        )
+        .bind(member.0)
+        .execute(&mut *transaction)
+        .await
+        .doing(DOING)?;
+        transaction.rollback().await.doing(DOING)
     }
 
     /// Ends statements of this process that were given up while their commit waits for a synchronous standby: the server notices neither that nor

@@ -1,5 +1,6 @@
 //! Connections of this process to Postgres.
 
+pub(crate) mod ended_sessions;
 mod hosts;
 mod nodelay_proxy;
 mod primary_monitor;
@@ -14,7 +15,7 @@ use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, Postgres, Row as _, Transaction};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A connection that was idle for longer is pinged before a statement is sent on it.
 const IDLE: Duration = Duration::from_millis(500);
@@ -100,7 +101,11 @@ fn pool_of(config: &PoolConfig, options: PgConnectOptions) -> PgPool {
         .test_before_acquire(false)
         .before_acquire(|connection, rested| {
             Box::pin(async move {
-                // One whose server has become a standby is closed.
+                // One whose server has restarted or become a standby is closed.
+                let opened_at = Instant::now().checked_sub(rested.age);
+                if opened_at.is_some_and(ended_sessions::has_ended) {
+                    return Ok(false);
+                }
                 Ok(rested.idle_for <= IDLE || takes_writes(connection).await?)
             })
         })

@@ -1,6 +1,7 @@
 //! The running cluster as an operator sees it: this process's own state, together with the other members' answers and the
 //! database's content.
 
+pub mod store_check;
 mod this_member;
 mod tree_page;
 
@@ -32,6 +33,7 @@ use sqlx::PgPool;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use store_check::StoreCheck;
 use tokio::sync::mpsc;
 use tree_page::TreePage;
 use uuid::Uuid;
@@ -64,6 +66,7 @@ pub struct OperatorView {
     /// The queue of committed events that the relay has not taken yet.
     pub committed: mpsc::Sender<OutboxRow>,
     pub been_ready: AtomicBool,
+    pub store_check: StoreCheck,
     /// The load of the nodes whose heartbeats this process receives.
     pub fleet: FleetTelemetry,
 }
@@ -292,10 +295,8 @@ impl OperatorView {
 
     /// Whether this process can serve.
     pub async fn check_readiness(&self) -> Readiness {
-        let store = match self.cluster.incarnation().await {
-            Ok(_) => "ok".to_owned(),
-            Err(error) => error.to_string(),
-        };
+        // On the pool that serves, not on the one of the heartbeats.
+        let store = self.store_check.run(&Cluster::new(self.pool.clone()), self.view.me.id, &self.committer).await;
         let state = self.view.state();
         let owned = state.shards.iter().filter(|at| at.owner.is_some()).count();
         let shards = if owned == domain::Shard::COUNT { "ok".to_owned() } else { format!("{owned} of 256 are owned") };

@@ -22,6 +22,7 @@ mod console_login;
 mod console_page;
 mod containers;
 mod crashes_and_outages;
+mod database_role_changes;
 mod debian_packages;
 mod dev_environment;
 mod docs_book;

@@ -45,6 +45,7 @@ pub mod patroni;
 pub mod payments;
 pub mod recovery_attempt;
 pub mod resource_handles;
+pub mod standby;
 mod storage_dump;
 pub mod terminal;
 pub mod test_machine;

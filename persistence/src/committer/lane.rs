@@ -4,8 +4,9 @@ use super::acknowledged_commits::{AcknowledgedCommits, LostCommit, LostCommits};
 use super::batch::{BATCH, Batch};
 use super::queues::Queues;
 use super::{CommitterConfig, CommitterMetrics};
+use crate::outage_log::OutageLog;
 use crate::outbox::OutboxRow;
-use crate::pool::takes_writes;
+use crate::pool::{ended_sessions, takes_writes};
 use domain::commit::CommitOutcome;
 use domain::state_machine::Timestamp;
 use rand::RngExt;
@@ -29,8 +30,6 @@ const IDLE: Duration = Duration::from_millis(500);
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the client waits for a response beyond the server's own timeout.
 const GRACE: Duration = Duration::from_secs(1);
-/// The SQLSTATE of a write on a server that takes none.
-const READ_ONLY: &str = "25006";
 /// How often a batch that lost a deadlock is retried.
 const RETRIES: u32 = 5;
 
@@ -48,6 +47,14 @@ pub struct LaneStatus {
     pub last_error_at: Option<Timestamp>,
 }
 
+impl LaneStatus {
+    /// Why the lane has no connection after it was refused or lost one. It tries again by itself.
+    #[must_use]
+    pub fn outage(&self) -> Option<&str> {
+        if self.connected { None } else { self.last_error.as_deref() }
+    }
+}
+
 pub(super) struct Worker {
     number: usize,
     config: CommitterConfig,
@@ -59,6 +66,8 @@ pub(super) struct Worker {
     acknowledged: AcknowledgedCommits,
     lost: Arc<LostCommits>,
     link: ConnectionState,
+    /// From a failed attempt to connect until one succeeds.
+    outage: OutageLog,
 }
 
 /// The connection, or the time of the next attempt.
@@ -123,8 +132,8 @@ enum BatchError {
     Retryable(String),
     /// Rolled back; the connection is alive.
     RolledBack(String),
-    /// Rolled back by a server that takes no writes: another one is the primary.
-    ReadOnly(String),
+    /// Rolled back, and only another session can succeed: this one's server takes no writes, say.
+    SessionEnded(String),
     /// No answer.
     Unknown(String),
 }
@@ -140,7 +149,8 @@ impl Worker {
     ) -> Self {
         let acknowledged = AcknowledgedCommits::default();
         let link = disconnected(Vec::new());
-        Self { number, config, pool: pool.clone(), metrics, published, status, acknowledged, lost, link }
+        let outage = OutageLog::new();
+        Self { number, config, pool: pool.clone(), metrics, published, status, acknowledged, lost, link, outage }
     }
 
     /// Runs until `stop` is set and the queues are empty. Restarted after a panic, it continues with the queues.
@@ -230,7 +240,11 @@ impl Worker {
                     tracing::debug!(reason, "a batch is tried again");
                     parts.push_front((part, tries + 1));
                 }
-                Err(BatchError::Retryable(reason) | BatchError::RolledBack(reason) | BatchError::ReadOnly(reason)) => {
+                // Most often the server is well, and the session is one of before a change of it.
+                Err(BatchError::SessionEnded(_)) if tries == 0 => parts.push_front((part, 1)),
+                Err(
+                    BatchError::Retryable(reason) | BatchError::RolledBack(reason) | BatchError::SessionEnded(reason),
+                ) => {
                     part.answer(&CommitOutcome::NotApplied { reason });
                 }
                 Err(BatchError::Unknown(reason)) => part.answer(&CommitOutcome::Unknown { reason }),
@@ -264,7 +278,10 @@ impl Worker {
                 self.note(|status| status.batches += 1);
                 return Ok(rows);
             }
-            Ok(Err(error)) => classify(&error),
+            Ok(Err(error)) => {
+                ended_sessions::observe(&error);
+                classify(&error)
+            }
             Err(_) => BatchError::Unknown("the database did not answer in time".to_owned()),
         };
         match &batch_error {
@@ -291,9 +308,13 @@ impl Worker {
                 self.note(|status| status.in_doubt = true);
                 self.failed(&reason);
             }
-            BatchError::ReadOnly(reason) => {
+            BatchError::SessionEnded(reason) => {
                 let reason = reason.clone();
-                tracing::warn!(reason, "the committer's server takes no writes; its connection is closed");
+                tracing::warn!(
+                    reason,
+                    transitions = batch.len(),
+                    "a batch was rolled back, and its connection is closed"
+                );
                 self.link = disconnected(Vec::new());
                 self.failed(&reason);
             }
@@ -301,12 +322,14 @@ impl Worker {
         Err(batch_error)
     }
 
-    /// When an idle worker looks at its connection: to end the backend of a batch with an unknown outcome, and to find acknowledged transitions
-    /// that a failover lost before their entities are answered for from memory.
+    /// When an idle worker looks at its connection: to end the backend of a batch with an unknown outcome, to find acknowledged transitions
+    /// that a failover lost before their entities are answered for from memory, and to be connected again before the first batch after an
+    /// outage.
     fn resolves_at(&self) -> Option<Instant> {
         match &self.link {
             ConnectionState::Disconnected { until, doubtful, .. } => {
-                (!doubtful.is_empty() || !self.acknowledged.is_empty()).then_some(*until)
+                let wanted = !doubtful.is_empty() || !self.acknowledged.is_empty() || self.outage.is_ongoing();
+                wanted.then_some(*until)
             }
             ConnectionState::Connected { used_at, .. } => {
                 (!self.acknowledged.is_empty()).then_some(*used_at + IDLE_CHECK_INTERVAL)
@@ -341,6 +364,10 @@ impl Worker {
                 self.metrics.connections.inc();
                 self.link = ConnectionState::Connected { connection, backend, used_at: Instant::now() };
                 self.note(|status| (status.connected, status.in_doubt) = (true, false));
+                if let Some(lasted) = self.outage.ended(std::time::Instant::now()) {
+                    let (lane, seconds) = (self.number, lasted.as_secs_f64());
+                    tracing::info!(lane, seconds, "the committer has a connection again");
+                }
                 return Ok(());
             }
             Ok(Err(error)) => format!("the database cannot be reached: {error}"),
@@ -350,7 +377,9 @@ impl Worker {
         let wait = pause.mul_f64(rand::rng().random_range(0.5..1.0));
         self.link =
             ConnectionState::Disconnected { until: Instant::now() + wait, pause: (pause * 2).min(PAUSE_MAX), doubtful };
-        tracing::warn!(error, "the committer has no connection");
+        if let Some(failures) = self.outage.failed(std::time::Instant::now()) {
+            tracing::warn!(error, lane = self.number, failures, "the committer has no connection");
+        }
         self.failed(&error);
         Err(error)
     }
@@ -416,7 +445,9 @@ async fn open(
 ) -> Result<(PgConnection, Backend, Vec<LostCommit>), sqlx::Error> {
     let mut connection = PgConnection::connect_with(options).await?;
     if !takes_writes(&mut connection).await? {
-        return Err(sqlx::Error::Protocol("the server takes no writes: it is a standby".to_owned()));
+        return Err(sqlx::Error::Protocol(
+            "the server takes no writes: it is a standby, or set to read-only".to_owned(),
+        ));
     }
     let (pids, starts): (Vec<i32>, Vec<&str>) =
         doubtful.iter().map(|backend| (backend.pid, backend.started_at.as_str())).unzip();
@@ -477,7 +508,7 @@ fn classify(error: &sqlx::Error) -> BatchError {
                         BatchError::Constraint(postgres.constraint().map_or(reason, str::to_owned))
                     }
                     Some("40") => BatchError::Retryable(reason),
-                    _ if postgres.code() == READ_ONLY => BatchError::ReadOnly(reason),
+                    _ if ended_sessions::ends_sessions(error) => BatchError::SessionEnded(reason),
                     _ => BatchError::RolledBack(reason),
                 },
             }

@@ -6,6 +6,7 @@
 //! returned meanwhile; one whose opener was dropped is opened all the same, for the next reader. Otherwise an overloaded machine would
 //! begin handshakes and give them up, and never have a connection.
 
+use super::{ended_sessions, takes_writes};
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use sqlx::{Connection as _, Execute, Executor as _, Postgres};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,12 +38,14 @@ pub(crate) struct ReadPool {
 #[derive(Debug)]
 struct IdleConnection {
     connection: PgConnection,
+    opened_at: Instant,
     since: Instant,
 }
 
 /// A connection, and its permit.
 struct PooledConnection {
     connection: PgConnection,
+    opened_at: Instant,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -84,9 +87,13 @@ impl ReadPool {
         let pooled = async {
             let permit = Arc::clone(&self.permits).acquire_owned().await.map_err(|_| sqlx::Error::PoolClosed)?;
             loop {
-                while let Some(IdleConnection { mut connection, since }) = self.pop_idle() {
-                    if since.elapsed() < super::IDLE || connection.ping().await.is_ok() {
-                        return Ok(PooledConnection { connection, _permit: permit });
+                while let Some(IdleConnection { mut connection, opened_at, since }) = self.pop_idle() {
+                    // One whose server has restarted or become a standby is closed.
+                    if ended_sessions::has_ended(opened_at) {
+                        continue;
+                    }
+                    if since.elapsed() < super::IDLE || matches!(takes_writes(&mut connection).await, Ok(true)) {
+                        return Ok(PooledConnection { connection, opened_at, _permit: permit });
                     }
                 }
                 tokio::select! {
@@ -111,9 +118,11 @@ impl ReadPool {
         tokio::spawn(async move {
             let opening = timeout(OPEN_TIMEOUT, PgConnection::connect_with(&pool.source.connect_options())).await;
             drop(open_permit);
-            let pooled = opening
-                .unwrap_or(Err(sqlx::Error::PoolTimedOut))
-                .map(|connection| PooledConnection { connection, _permit: permit });
+            let pooled = opening.unwrap_or(Err(sqlx::Error::PoolTimedOut)).map(|connection| PooledConnection {
+                connection,
+                opened_at: Instant::now(),
+                _permit: permit,
+            });
             if let Err(Ok(pooled)) = opened.send(pooled) {
                 pool.release(pooled, None);
             }
@@ -129,7 +138,8 @@ impl ReadPool {
     fn release(&self, pooled: PooledConnection, failed: Option<&sqlx::Error>) {
         if failed.is_none() {
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            idle.push(IdleConnection { connection: pooled.connection, since: Instant::now() });
+            let PooledConnection { connection, opened_at, .. } = pooled;
+            idle.push(IdleConnection { connection, opened_at, since: Instant::now() });
             if idle.first().is_some_and(|oldest| oldest.since.elapsed() > IDLE_TIMEOUT) {
                 idle.remove(0);
             }

@@ -6,6 +6,7 @@ mod altered_rows;
 mod audit;
 mod auditor_reads;
 mod commits;
+mod ended_sessions;
 mod entity_totals;
 mod faults;
 mod keys;

@@ -6,6 +6,7 @@ use super::shard_takeover::ShardReconciler;
 use super::{ClusterView, FAILURE_TIMEOUT, HEARTBEAT_INTERVAL, process_identity};
 use domain::Timestamp;
 use persistence::membership::Member;
+use persistence::outage_log::{OutageLog, chain};
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
@@ -13,13 +14,14 @@ use std::time::{Duration, Instant};
 const LEASE_DURATION: Duration = Duration::from_millis(2500);
 
 impl ShardReconciler {
-    /// Sends heartbeats: every second to Postgres, twice as often over NATS.
+    /// Sends heartbeats: every second to Postgres, twice as often over NATS. One that Postgres did not store is sent again after half a second.
     ///
     /// # Errors
     /// Never; it runs until it is dropped.
     pub async fn run_heartbeat(&self) -> anyhow::Result<()> {
         let mut ticker = tokio::time::interval(HEARTBEAT_INTERVAL / 2);
         ticker.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let (mut outage, mut retries) = (OutageLog::new(), false);
         for n in 0_u64.. {
             ticker.tick().await;
             // Before its first heartbeat in Postgres no member accepts its broadcasts.
@@ -29,10 +31,16 @@ impl ShardReconciler {
             if !self.view.has_fresh_lease() {
                 self.stop_serving_all();
             }
-            if n % 2 == 0 {
+            if n % 2 == 0 || retries {
                 let before = Instant::now();
-                match tokio::time::timeout(FAILURE_TIMEOUT, self.renew(n == 0)).await {
+                let renewed = tokio::time::timeout(FAILURE_TIMEOUT, self.renew(n == 0)).await;
+                retries = !matches!(renewed, Ok(Ok(_)));
+                match renewed {
                     Ok(Ok(postgres)) => {
+                        if let Some(lasted) = outage.ended(Instant::now()) {
+                            let seconds = lasted.as_secs_f64();
+                            tracing::info!(seconds, "Postgres answers this member's renewals again");
+                        }
                         self.view.clock.measure(before, postgres);
                         self.view.clock.warn();
                         // The first time, the others know this member by now: it can take its share. Later, they may have taken over its
@@ -41,9 +49,15 @@ impl ShardReconciler {
                             self.reconcile_now.notify_one();
                         }
                     }
-                    Ok(Err(error)) => tracing::warn!(error = %error, "could not renew this member in Postgres"),
+                    // The store logs outages, each with its cause.
+                    Ok(Err(error)) if error.is_unavailable() => {}
+                    Ok(Err(error)) => {
+                        tracing::warn!(error = chain(&error), "could not renew this member in Postgres");
+                    }
                     Err(_) => {
-                        tracing::warn!("Postgres did not answer a renewal in time");
+                        if let Some(failures) = outage.failed(Instant::now()) {
+                            tracing::warn!(failures, "Postgres did not answer a renewal in time");
+                        }
                         // A reading statement: it waits for no standby.
                         let _ = tokio::time::timeout(HEARTBEAT_INTERVAL, self.cluster.end_abandoned_commits()).await;
                     }

@@ -14,6 +14,7 @@ use domain::{MemberId, Shard};
 use futures::StreamExt;
 use persistence::Cluster;
 use persistence::membership::{Member, MemberHeartbeat, Ownership};
+use persistence::outage_log::OutageLog;
 use ractor::ActorCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -102,9 +103,17 @@ impl ShardReconciler {
     /// # Errors
     /// Never; what fails is retried in the next round.
     pub async fn run(&self) -> anyhow::Result<()> {
+        let mut outage = OutageLog::new();
         loop {
-            if let Err(error) = self.reconcile().await {
-                tracing::warn!(error = %error, "could not claim or renew shards");
+            match self.reconcile().await {
+                Ok(()) => {
+                    let _ = outage.ended(Instant::now());
+                }
+                Err(error) => {
+                    if let Some(failures) = outage.failed(Instant::now()) {
+                        tracing::warn!(error = format!("{error:#}"), failures, "could not claim or renew shards");
+                    }
+                }
             }
             let _ = tokio::time::timeout(RECONCILE_INTERVAL, self.reconcile_now.notified()).await;
         }

@@ -5,6 +5,7 @@ use super::keys::KeyStage;
 use super::membership::MembershipStage;
 use super::storage::StorageStage;
 use crate::cluster_keys;
+use crate::cluster_runtime::store_check::StoreCheck;
 use crate::cluster_runtime::{ClusterRuntime, OperatorView};
 use crate::config::{Config, MaasConfig, MailSettings, OutsideServiceSettings, PaymentsConfig};
 use crate::metrics::ProcessMetrics;
@@ -141,6 +142,7 @@ fn operator_view(
         seals_with: storage.ring.active().to_owned(),
         committed: storage.committed.clone(),
         been_ready: AtomicBool::new(false),
+        store_check: StoreCheck::default(),
         fleet,
     })
 }

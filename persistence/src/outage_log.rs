@@ -1,0 +1,124 @@
+//! Log lines about an outage, bounded: one at its beginning, with the cause, then one a minute, and one at its end.
+
+use crate::pool::ended_sessions;
+use std::error::Error;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Between two lines about one outage.
+const REPEAT_INTERVAL: Duration = Duration::from_secs(60);
+/// Between the lines of two outages.
+const MIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The database, as the statements of this process find it.
+static DATABASE: Mutex<OutageLog> = Mutex::new(OutageLog::new());
+
+/// Which lines about one thing are due.
+#[derive(Debug, Default)]
+pub struct OutageLog {
+    began: Option<Instant>,
+    /// Whether this outage has had a line.
+    is_logged: bool,
+    logged_at: Option<Instant>,
+    failures: u64,
+}
+
+impl OutageLog {
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { began: None, is_logged: false, logged_at: None, failures: 0 }
+    }
+
+    /// A failure. Returns the number of this outage's failures so far where a line is due.
+    pub fn failed(&mut self, now: Instant) -> Option<u64> {
+        self.began.get_or_insert(now);
+        self.failures += 1;
+        let interval = if self.is_logged { REPEAT_INTERVAL } else { MIN_INTERVAL };
+        if self.logged_at.is_some_and(|at| now.duration_since(at) < interval) {
+            return None;
+        }
+        (self.is_logged, self.logged_at) = (true, Some(now));
+        Some(self.failures)
+    }
+
+    #[must_use]
+    pub const fn is_ongoing(&self) -> bool {
+        self.began.is_some()
+    }
+
+    /// A success. Returns the length of the outage that it ends, where that has had a line.
+    pub fn ended(&mut self, now: Instant) -> Option<Duration> {
+        let began = self.began.take()?;
+        self.failures = 0;
+        std::mem::take(&mut self.is_logged).then(|| now.duration_since(began))
+    }
+}
+
+/// Logs a statement that failed because the database does not serve.
+pub(crate) fn statement_failed(doing: &'static str, error: &sqlx::Error) {
+    if !ended_sessions::ends_sessions(error) && !matches!(error, sqlx::Error::Tls(_) | sqlx::Error::PoolTimedOut) {
+        return;
+    }
+    let due = DATABASE.lock().unwrap_or_else(PoisonError::into_inner).failed(Instant::now());
+    if let Some(failures) = due {
+        tracing::warn!(error = chain(error), failures, "the database does not serve: {doing} failed");
+    }
+}
+
+/// Logs the end of an outage. To be called where the database has committed a write.
+pub(crate) fn write_succeeded() {
+    let ended = DATABASE.lock().unwrap_or_else(PoisonError::into_inner).ended(Instant::now());
+    if let Some(lasted) = ended {
+        tracing::info!(seconds = lasted.as_secs_f64(), "the database serves again");
+    }
+}
+
+/// An error with its sources, each after a colon.
+#[must_use]
+pub fn chain(error: &(dyn Error + 'static)) -> String {
+    let (mut text, mut source) = (error.to_string(), error.source());
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        // Some libraries print the source in their own text, too.
+        if !text.ends_with(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outage_has_a_line_at_its_beginning_one_a_minute_and_one_at_its_end() {
+        let (mut log, begin) = (OutageLog::new(), Instant::now());
+        let lines: Vec<_> = (0..150).filter_map(|second| log.failed(begin + Duration::from_secs(second))).collect();
+        assert_eq!(lines, [1, 61, 121], "their numbers of failures");
+        assert_eq!(log.ended(begin + Duration::from_secs(150)), Some(Duration::from_secs(150)));
+        assert_eq!(log.ended(begin + Duration::from_secs(151)), None);
+    }
+
+    #[test]
+    fn outages_that_follow_each_other_have_a_line_each_ten_seconds_at_most() {
+        let (mut log, begin) = (OutageLog::new(), Instant::now());
+        let mut lines = 0;
+        for second in 0..100 {
+            let now = begin + Duration::from_secs(second);
+            lines += usize::from(log.failed(now).is_some());
+            let _ = log.ended(now);
+        }
+        assert_eq!(lines, 10);
+    }
+
+    #[test]
+    fn line_has_the_cause_of_an_error_once() {
+        let source = sqlx::Error::Io(std::io::Error::other("the network is down"));
+        let error = crate::StoreError { doing: "reading", source };
+        let text = chain(&error);
+        assert!(text.starts_with("the store failed while reading: "), "{text}");
+        assert_eq!(text.matches("the network is down").count(), 1, "{text}");
+    }
+}
