@@ -5,6 +5,7 @@ mod hosts;
 mod nodelay_proxy;
 mod primary_monitor;
 mod read_pool;
+mod socket_folder;
 
 use hosts::options_of_hosts;
 use nodelay_proxy::{Route, through_nodelay_proxy};

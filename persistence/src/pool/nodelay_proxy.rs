@@ -3,23 +3,25 @@
 //! The client library leaves Nagle's algorithm on and has no option to turn it off: a statement that needs more than one segment then
 //! waits for the server's delayed acknowledgement, up to 40 ms, and every batch of the committer is such a statement. So the library
 //! connects to a Unix socket of this process, whose bytes are copied to a connection without delay. TLS goes through unchanged, from
-//! the library to the server; the proxy never sees clear text.
+//! the library to the server; the proxy never sees clear text. A socket that others have removed is made again.
 
+use super::socket_folder::SocketFolder;
 use socket2::{SockRef, TcpKeepalive};
 use sqlx::postgres::PgConnectOptions;
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
-use uuid::Uuid;
+use tokio::time::{MissedTickBehavior, interval};
 
 /// A server that is unreachable without a reset (its machine has lost power, its address has moved) is given up after so long. Without
 /// that a statement would wait for a quarter of an hour, and every reader with it.
 const UNRESPONSIVE_AFTER: Duration = Duration::from_secs(10);
+
+/// How often a listener looks for its socket.
+const SOCKET_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The same options, through the proxy. An address that is a Unix socket already stays as it is.
 pub(super) fn through_nodelay_proxy(options: PgConnectOptions) -> io::Result<PgConnectOptions> {
@@ -39,7 +41,7 @@ pub(super) fn through_nodelay_proxy(options: PgConnectOptions) -> io::Result<PgC
 
 /// One server's proxy. While it is closed, connections are refused, which the library takes for a server that is starting.
 pub(super) struct Route {
-    folder: SocketFolder,
+    folder: Arc<SocketFolder>,
     options: PgConnectOptions,
     server: Arc<str>,
     port: u16,
@@ -52,10 +54,10 @@ pub(super) struct Route {
 impl Route {
     /// A closed proxy to the server that the options name.
     pub(super) fn create(options: PgConnectOptions) -> io::Result<Self> {
-        let folder = SocketFolder::make_in_first(&[&std::env::temp_dir(), Path::new(SHARED_MEMORY)])?;
+        let folder = Arc::new(SocketFolder::create()?);
         let server: Arc<str> = options.get_host().trim_matches(['[', ']']).into();
         let port = options.get_port();
-        let options = options.socket(&folder.path);
+        let options = options.socket(folder.path());
         let route = Self { folder, options, server, port, forwarding: None, watching: None };
         // A socket without a listener refuses connections; where there is none, the library gives up at once.
         drop(UnixListener::bind(route.socket())?);
@@ -74,32 +76,46 @@ impl Route {
     /// Accepts connections from here on.
     pub(super) fn open(&mut self) -> io::Result<()> {
         if !self.is_open() {
-            std::fs::remove_file(self.socket())?;
-            self.forwarding = Some(self.listen(&self.socket())?);
+            self.folder.restore()?;
+            match std::fs::remove_file(self.socket()) {
+                // Others have removed it.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                Ok(()) | Err(_) => self.forwarding = Some(self.listen(self.socket())?),
+            }
         }
         Ok(())
     }
 
     /// The options of a connection that is forwarded whether or not the proxy is open.
     pub(super) fn watch(&mut self) -> io::Result<PgConnectOptions> {
-        let folder = self.folder.path.join("monitor");
+        let folder = self.folder.path().join("monitor");
         if self.watching.is_none() {
-            std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
-            self.watching = Some(self.listen(&folder.join(socket_name(self.port)))?);
+            self.watching = Some(self.listen(folder.join(socket_name(self.port)))?);
         }
         Ok(self.options.clone().socket(folder))
     }
 
-    fn listen(&self, socket: &Path) -> io::Result<JoinSet<()>> {
-        let listener = UnixListener::bind(socket)?;
+    fn listen(&self, socket: PathBuf) -> io::Result<JoinSet<()>> {
+        let folder = Arc::clone(&self.folder);
+        let mut listener = folder.restore_socket(&socket)?.ok_or(io::ErrorKind::AddrInUse)?;
         let (server, port) = (Arc::clone(&self.server), self.port);
         let mut forwarding = JoinSet::new();
         forwarding.spawn(async move {
             // Dropped with this task, and so with its connections.
             let mut connections = JoinSet::new();
+            let mut check = interval(SOCKET_CHECK_INTERVAL);
+            check.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            let mut is_missing = false;
             loop {
                 while connections.try_join_next().is_some() {}
-                match listener.accept().await {
+                let accepted = tokio::select! {
+                    accepted = listener.accept() => accepted,
+                    _ = check.tick() => {
+                        restore(&mut listener, &folder, &socket, &mut is_missing);
+                        continue;
+                    }
+                };
+                match accepted {
                     Ok((inside, _)) => {
                         let server = Arc::clone(&server);
                         connections.spawn(async move { forward(inside, &server, port).await });
@@ -118,7 +134,23 @@ impl Route {
     }
 
     fn socket(&self) -> PathBuf {
-        self.folder.path.join(socket_name(self.port))
+        self.folder.path().join(socket_name(self.port))
+    }
+}
+
+/// Listens again where the socket was removed. Open connections stay. `is_missing` after a failed attempt, which is logged once.
+fn restore(listener: &mut UnixListener, folder: &SocketFolder, socket: &Path, is_missing: &mut bool) {
+    match folder.restore_socket(socket) {
+        Ok(None) => *is_missing = false,
+        Ok(Some(made)) => {
+            (*listener, *is_missing) = (made, false);
+            tracing::warn!(path = %socket.display(), "the socket to the database was removed by another program, and is made again");
+        }
+        Err(error) if !*is_missing => {
+            *is_missing = true;
+            tracing::error!(%error, path = %socket.display(), "the socket to the database was removed and cannot be made again");
+        }
+        Err(_) => {}
     }
 }
 
@@ -148,91 +180,10 @@ fn set_socket_options(outside: &TcpStream) -> io::Result<()> {
     socket.set_tcp_keepalive(&asking)
 }
 
-/// Where a container has a file system of its own that can be written, even if it has no temporary folder.
-const SHARED_MEMORY: &str = "/dev/shm";
-
-/// The names of the folders, in the temporary directory.
-const FOLDER_PREFIX: &str = "gpuaas-postgres-";
-
-/// A folder that only its owner may enter. Its lock file is locked while its process lives: the kernel unlocks it, however that ends.
-struct SocketFolder {
-    path: PathBuf,
-    lock: File,
-}
-
-impl SocketFolder {
-    /// In the first of these folders that can be used.
-    fn make_in_first(folders: &[&Path]) -> io::Result<Self> {
-        let mut refused = Vec::new();
-        for folder in folders {
-            match Self::make(folder) {
-                Ok(made) => return Ok(made),
-                Err(error) => refused.push(format!("{}: {error}", folder.display())),
-            }
-        }
-        let refused = refused.join("; ");
-        Err(io::Error::other(format!(
-            "there is no folder for its socket ({refused}): mount one, and name it in TMPDIR"
-        )))
-    }
-
-    fn make(temporary: &Path) -> io::Result<Self> {
-        remove_abandoned(temporary);
-        let id = Uuid::new_v4().simple();
-        // It gets its name when it is locked, so that no other process takes it for an abandoned one.
-        let unlocked = temporary.join(format!("new-{FOLDER_PREFIX}{id}"));
-        std::fs::DirBuilder::new().mode(0o700).create(&unlocked)?;
-        let lock = File::create_new(unlocked.join("lock"))?;
-        lock.lock()?;
-        let path = temporary.join(format!("{FOLDER_PREFIX}{id}"));
-        std::fs::rename(&unlocked, &path)?;
-        Ok(Self { path, lock })
-    }
-}
-
-impl Drop for SocketFolder {
-    fn drop(&mut self) {
-        // At worst it stays until another process starts.
-        let _ = self.lock.unlock();
-        let _ = std::fs::remove_dir_all(&self.path);
-    }
-}
-
-/// Removes the folders of processes that were killed. What cannot be read or removed belongs to another user.
-fn remove_abandoned(temporary: &Path) {
-    for folder in std::fs::read_dir(temporary).into_iter().flatten().flatten() {
-        if folder.file_name().to_string_lossy().starts_with(FOLDER_PREFIX)
-            && let Ok(lock) = File::open(folder.path().join("lock"))
-            && lock.try_lock().is_ok()
-        {
-            let _ = std::fs::remove_dir_all(folder.path());
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use tokio::net::TcpListener;
-
-    #[test]
-    fn folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays() {
-        let temporary = tempfile::tempdir().unwrap();
-        let alive = SocketFolder::make(temporary.path()).unwrap();
-        let killed = SocketFolder::make(temporary.path()).unwrap();
-        killed.lock.unlock().unwrap();
-        let next = SocketFolder::make(temporary.path()).unwrap();
-        assert!(!killed.path.exists() && alive.path.exists() && next.path.exists());
-    }
-
-    #[test]
-    fn without_a_temporary_folder_the_socket_is_in_the_next_one() {
-        let (next, absent) = (tempfile::tempdir().unwrap(), Path::new("/proc/absent"));
-        let made = SocketFolder::make_in_first(&[absent, next.path()]).unwrap();
-        assert!(made.path.starts_with(next.path()));
-        let error = SocketFolder::make_in_first(&[absent]).err().unwrap().to_string();
-        assert!(error.contains("/proc/absent: ") && error.contains("TMPDIR"), "{error}");
-    }
 
     #[tokio::test]
     async fn unresponsive_server_is_given_up_in_time() {

@@ -50,6 +50,25 @@ async fn renewed_password_is_used_by_new_connections_and_open_ones_stay() {
 }
 
 #[tokio::test]
+async fn socket_of_the_proxy_that_others_remove_is_made_again() {
+    let store = TestStore::new().await;
+    let role = format!("removed_{}", uuid::Uuid::new_v4().simple());
+    create_role(&store.db, &role, "password").await;
+    let pool = open(&config(&store.db, &role, "password")).unwrap();
+    let mut held = pool.acquire().await.unwrap();
+    let folder = pool.connect_options().get_socket().expect("it connects through the proxy").clone();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let is_back = async {
+        while user(&pool).await.is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(10), is_back).await.expect("new connections are made");
+    let stays: bool = sqlx::query_scalar("SELECT true").fetch_one(&mut *held).await.unwrap();
+    assert!(stays, "open connections stay");
+}
+
+#[tokio::test]
 async fn another_database_is_refused_where_credentials_are_renewed() {
     let store = TestStore::new().await;
     let current = store.db.pool_config();
