@@ -46,6 +46,9 @@ ensure_kubectl() { files_from_debian kubernetes usr/bin/kubectl -- kubernetes-cl
 # The members of etcd below Patroni.
 ensure_etcd() { files_from_debian etcd/usr/bin usr/bin/etcdctl usr/bin/etcd -- etcd-server etcd-client; }
 
+# A pooler in front of Postgres, with the library that a Debian without it has not.
+ensure_pgbouncer() { tree_from_debian pgbouncer pgbouncer libc-ares2; }
+
 # What keeps Postgres available in deploy/ha. Two of its libraries are on PyPI as source alone.
 ensure_patroni() { from_pypi patroni deploy/pins/patroni.txt "The tests of deploy/ha need" --no-binary python-etcd --no-binary ydiff; }
 

@@ -46,6 +46,7 @@ ensure_proof_tools() {
     ensure_pgbackrest
     ensure_etcd
     ensure_patroni
+    ensure_pgbouncer
     ensure_registry
     ensure_skopeo
     ensure_musl

@@ -5,6 +5,7 @@ mod hosts;
 mod nodelay_proxy;
 mod primary_monitor;
 mod read_pool;
+pub(crate) mod session;
 mod socket_folder;
 
 use hosts::options_of_hosts;
@@ -12,8 +13,9 @@ use nodelay_proxy::{Route, through_nodelay_proxy};
 use primary_monitor::PrimaryMonitor;
 pub(crate) use read_pool::ReadPool;
 use secrecy::SecretString;
+use session::SessionSettings;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
-use sqlx::{ConnectOptions as _, Connection as _, Executor as _, Postgres, Row as _, Transaction};
+use sqlx::{Connection as _, Executor as _, Postgres, Row as _, Transaction};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -94,7 +96,18 @@ fn open_routed(config: &PoolConfig, servers: Vec<PgConnectOptions>) -> Result<Pg
 }
 
 fn pool_of(config: &PoolConfig, options: PgConnectOptions) -> PgPool {
+    let settings = SessionSettings::of(&options);
     PgPoolOptions::new()
+        .after_connect(move |connection, _| {
+            let settings = settings.clone();
+            Box::pin(async move {
+                match settings.apply(connection).await {
+                    // The library logs what fails here as an error. A connection that was lost meanwhile fails its statement.
+                    Err(error) if !ended_sessions::ends_sessions(&error) => Err(error),
+                    Ok(()) | Err(_) => Ok(()),
+                }
+            })
+        })
         .max_connections(config.connections)
         .acquire_timeout(config.acquire_timeout)
         .idle_timeout(Duration::from_secs(300))
@@ -189,6 +202,24 @@ pub enum ConnectionError {
         #[source]
         source: sqlx::Error,
     },
+    /// A pooler answers, and refuses what a session is started with.
+    #[error(
+        "the pooler at {at} refuses a parameter of a session's start: add `options` to its ignore_startup_parameters \
+         (the settings are made by statement, too)"
+    )]
+    StartupParameter {
+        at: String,
+        #[source]
+        source: sqlx::Error,
+    },
+    /// A pooler answers, and gives the session to other clients, too.
+    #[error(
+        "the pooler at {at} gives a session to several clients (transaction or statement mode): set it to session mode, \
+         or name the database itself"
+    )]
+    SharedSessions { at: String },
+    #[error("the pooler at {at} drops a session's settings: {name} is {found}")]
+    LostSetting { at: String, name: String, found: String },
     /// It answers, and is a standby or set to read-only.
     #[error("the database at {at} takes no writes: name its primary, or all its servers (host1:5432,host2:5432)")]
     ReadOnly { at: String },
@@ -204,7 +235,7 @@ pub enum ConnectionError {
 /// [`ConnectionError`] with the server's own message as the source; of several servers, that of the one that came nearest.
 pub async fn check_connection(config: &PoolConfig) -> Result<(), ConnectionError> {
     let mut failed = None;
-    for options in options_of_hosts(config)? {
+    for options in pooled_options(config)? {
         match check_server(&options).await {
             Ok(()) => return Ok(()),
             Err(error) if failed.as_ref().is_none_or(|failed| nearness(&error) > nearness(failed)) => {
@@ -221,27 +252,38 @@ const fn nearness(error: &ConnectionError) -> u8 {
     match error {
         ConnectionError::Down { .. } => 0,
         ConnectionError::ReadOnly { .. } => 1,
-        ConnectionError::Refused { .. } | ConnectionError::AnotherDatabase { .. } | ConnectionError::Pool(_) => 2,
+        ConnectionError::Refused { .. }
+        | ConnectionError::StartupParameter { .. }
+        | ConnectionError::SharedSessions { .. }
+        | ConnectionError::LostSetting { .. }
+        | ConnectionError::AnotherDatabase { .. }
+        | ConnectionError::Pool(_) => 2,
     }
 }
 
 async fn check_server(options: &PgConnectOptions) -> Result<(), ConnectionError> {
     let at = address(options);
     let connecting = async {
-        let mut connection = options.connect().await?;
+        let mut connection = session::connect(options).await?;
         let takes_writes = takes_writes(&mut connection).await?;
+        let is_usable = if takes_writes {
+            session::check(&mut connection, options, &at).await
+        } else {
+            Err(ConnectionError::ReadOnly { at: at.clone() })
+        };
         // It was reached; how the connection closes does not matter.
         let _ = connection.close().await;
-        Ok(takes_writes)
+        Ok(is_usable)
     };
     let failed = match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
-        Ok(Ok(true)) => return Ok(()),
-        Ok(Ok(false)) => return Err(ConnectionError::ReadOnly { at }),
+        Ok(Ok(is_usable)) => return is_usable,
         Ok(Err(error)) => error,
         Err(_) => sqlx::Error::Io(std::io::ErrorKind::TimedOut.into()),
     };
     Err(if is_refusal(&failed) {
         ConnectionError::Refused { at, source: failed }
+    } else if refuses_parameter(&failed) {
+        ConnectionError::StartupParameter { at, source: failed }
     } else {
         ConnectionError::Down { at, source: failed }
     })
@@ -264,6 +306,13 @@ fn address(options: &PgConnectOptions) -> String {
 fn is_refusal(error: &sqlx::Error) -> bool {
     let code = error.as_database_error().and_then(|error| error.code());
     matches!(error, sqlx::Error::Tls(_)) || code.is_some_and(|code| code.starts_with("28") || code.starts_with("3D"))
+}
+
+/// As PgBouncer says it, *unsupported startup parameter* and *unsupported startup parameter in options*: a protocol violation (08P01).
+fn refuses_parameter(error: &sqlx::Error) -> bool {
+    error
+        .as_database_error()
+        .is_some_and(|error| error.code().as_deref() == Some("08P01") && error.message().contains("startup parameter"))
 }
 
 /// Begins a transaction, cancel-safe: a caller that is dropped leaves no connection inside a transaction. (The library marks it as

@@ -44,9 +44,14 @@ fn status_of(error: &anyhow::Error) -> u8 {
         None => {}
     }
     match error.downcast_ref() {
-        Some(ConnectionError::Refused { .. } | ConnectionError::AnotherDatabase { .. } | ConnectionError::Pool(_)) => {
-            CONFIGURATION
-        }
+        Some(
+            ConnectionError::Refused { .. }
+            | ConnectionError::StartupParameter { .. }
+            | ConnectionError::SharedSessions { .. }
+            | ConnectionError::LostSetting { .. }
+            | ConnectionError::AnotherDatabase { .. }
+            | ConnectionError::Pool(_),
+        ) => CONFIGURATION,
         Some(ConnectionError::Down { .. } | ConnectionError::ReadOnly { .. }) => UNAVAILABLE,
         None => FAILURE,
     }

@@ -17,6 +17,7 @@ mod browser;
 mod citations;
 mod cluster;
 mod cluster_operations;
+mod connection_poolers;
 mod console_faults;
 mod console_login;
 mod console_page;

@@ -43,6 +43,7 @@ pub mod nats_cluster;
 pub mod notifications;
 pub mod patroni;
 pub mod payments;
+pub mod pgbouncer;
 pub mod recovery_attempt;
 pub mod resource_handles;
 pub mod standby;

@@ -6,7 +6,7 @@ use super::queues::Queues;
 use super::{CommitterConfig, CommitterMetrics};
 use crate::outage_log::OutageLog;
 use crate::outbox::OutboxRow;
-use crate::pool::{ended_sessions, takes_writes};
+use crate::pool::{ended_sessions, session, takes_writes};
 use domain::commit::CommitOutcome;
 use domain::state_machine::Timestamp;
 use rand::RngExt;
@@ -356,7 +356,7 @@ impl Worker {
         if Instant::now() < until {
             return Err("the database cannot be reached".to_owned());
         }
-        let options = session(&self.pool.connect_options(), self.number, self.config.statement_timeout);
+        let options = session_options(&self.pool.connect_options(), self.number, self.config.statement_timeout);
         let opened = timeout(CONNECT, open(&options, &mut doubtful, &mut self.acknowledged)).await;
         let error = match opened {
             Ok(Ok((connection, backend, lost))) => {
@@ -415,7 +415,7 @@ impl Worker {
 
 /// The settings of a committer's session. One generic plan with hints: small batches spend no time on planning, large ones never get a
 /// nested loop over their own arrays, and statistics of an empty table have no influence.
-fn session(options: &PgConnectOptions, number: usize, statement_timeout: Duration) -> PgConnectOptions {
+fn session_options(options: &PgConnectOptions, number: usize, statement_timeout: Duration) -> PgConnectOptions {
     let name = format!("{} committer {number}", options.get_application_name().unwrap_or("gpuaas"));
     let statement_timeout = statement_timeout.as_millis().to_string();
     options.clone().application_name(&name).options([
@@ -443,7 +443,7 @@ async fn open(
     doubtful: &mut Vec<Backend>,
     acknowledged: &mut AcknowledgedCommits,
 ) -> Result<(PgConnection, Backend, Vec<LostCommit>), sqlx::Error> {
-    let mut connection = PgConnection::connect_with(options).await?;
+    let mut connection = session::connect(options).await?;
     if !takes_writes(&mut connection).await? {
         return Err(sqlx::Error::Protocol(
             "the server takes no writes: it is a standby, or set to read-only".to_owned(),

@@ -23,7 +23,8 @@ pub(super) fn options_of_hosts(config: &PoolConfig) -> Result<Vec<PgConnectOptio
 
 fn options(url: &str, config: &PoolConfig) -> Result<PgConnectOptions, PoolError> {
     let options = PgConnectOptions::from_str(url).map_err(|_| PoolError::Url)?;
-    let options = options.application_name(&config.application_name);
+    // It changes nothing since Postgres 12, and poolers refuse it.
+    let options = options.application_name(&config.application_name).extra_float_digits(None::<i8>);
     match &config.ca {
         Some(ca) => Ok(options.ssl_mode(PgSslMode::VerifyFull).ssl_root_cert(ca)),
         None if is_local(&options) => Ok(options),

@@ -6,9 +6,9 @@
 //! returned meanwhile; one whose opener was dropped is opened all the same, for the next reader. Otherwise an overloaded machine would
 //! begin handshakes and give them up, and never have a connection.
 
-use super::{ended_sessions, takes_writes};
+use super::{ended_sessions, session, takes_writes};
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
-use sqlx::{Connection as _, Execute, Executor as _, Postgres};
+use sqlx::{Execute, Executor as _, Postgres};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
@@ -116,7 +116,7 @@ impl ReadPool {
         let (opened, waits) = oneshot::channel();
         let pool = self.clone();
         tokio::spawn(async move {
-            let opening = timeout(OPEN_TIMEOUT, PgConnection::connect_with(&pool.source.connect_options())).await;
+            let opening = timeout(OPEN_TIMEOUT, session::connect(&pool.source.connect_options())).await;
             drop(open_permit);
             let pooled = opening.unwrap_or(Err(sqlx::Error::PoolTimedOut)).map(|connection| PooledConnection {
                 connection,

@@ -99,6 +99,12 @@ fn judge_connection(error: &ConnectionError) -> DiagnosticFinding {
         ConnectionError::ReadOnly { .. } => {
             "name the primary in SVC_DATABASE_URL, or all servers of the database (host1:5432,host2:5432)"
         }
+        ConnectionError::StartupParameter { .. } => {
+            "set ignore_startup_parameters = options in pgbouncer.ini, or name the database itself in SVC_DATABASE_URL"
+        }
+        ConnectionError::SharedSessions { .. } | ConnectionError::LostSetting { .. } => {
+            "set pool_mode = session in pgbouncer.ini, or name the database itself in SVC_DATABASE_URL"
+        }
         ConnectionError::AnotherDatabase { .. } | ConnectionError::Pool(_) => {
             "correct SVC_DATABASE_URL and SVC_DATABASE_CA_PATH"
         }
