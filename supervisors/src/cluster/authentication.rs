@@ -13,7 +13,7 @@ use chrono::TimeDelta;
 use domain::{MemberId, Timestamp};
 use edge::trust::current_keys::{CurrentKeys, MacKey};
 use hmac::{Hmac, KeyInit as _, Mac as _};
-use prometheus::{IntCounterVec, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, Opts, Registry};
 use replay_window::ReplayWindow;
 use sha2::Sha256;
 use std::collections::BTreeMap;
@@ -113,6 +113,9 @@ pub enum MessageRefusal {
     Repeated,
     #[error("stale")]
     Stale,
+    /// A member's, sent or received before the first heartbeat, which brings the shared time. An event takes effect from the outbox.
+    #[error("undated")]
+    Undated,
 }
 
 /// Stamps this member's messages, and verifies those of others.
@@ -122,6 +125,7 @@ pub struct MemberAuthenticator {
     next: AtomicU64,
     received: Mutex<BTreeMap<MemberId, ReplayWindow>>,
     refused: IntCounterVec,
+    undated: IntCounter,
     logged: Mutex<BTreeMap<MessageRefusal, Instant>>,
 }
 
@@ -136,13 +140,19 @@ impl MemberAuthenticator {
             ),
             &["reason"],
         )?;
-        for refusal in <MessageRefusal as strum::VariantArray>::VARIANTS {
+        let undated = IntCounter::new(
+            "member_messages_undated_total",
+            "Messages of members over NATS that came before the shared time was known, as after a start; their events take effect from the outbox.",
+        )?;
+        registry.register(Box::new(undated.clone()))?;
+        let counted = <MessageRefusal as strum::VariantArray>::VARIANTS.iter();
+        for refusal in counted.filter(|refusal| **refusal != MessageRefusal::Undated) {
             // Exported from the start, so that a first burst is an increase.
             let _ = refused.with_label_values(&[&refusal.to_string()]);
         }
         registry.register(Box::new(refused.clone()))?;
         let (received, logged) = (Mutex::default(), Mutex::default());
-        Ok(Self { view, keys, next: AtomicU64::new(1), received, refused, logged })
+        Ok(Self { view, keys, next: AtomicU64::new(1), received, refused, undated, logged })
     }
 
     /// The header's value for a message of this member, and the tag that its answer is bound to. `None` only where there is no key.
@@ -216,18 +226,26 @@ impl MemberAuthenticator {
         let now = self.view.clock.shared();
         let age = now.zip(stamp.sent_at).map(|(now, sent_at)| now - sent_at);
         match message.purpose {
-            // JetStream may redeliver it. An event of unknown age is found in the outbox.
-            MessagePurpose::Event if age.is_some_and(|age| age <= MAX_EVENT_AGE) => return Ok(()),
-            MessagePurpose::Event => return Err(MessageRefusal::Stale),
+            // JetStream may redeliver it. One that is not accepted is found in the outbox.
+            MessagePurpose::Event => {
+                return match age {
+                    Some(age) if age <= MAX_EVENT_AGE => Ok(()),
+                    Some(_) => Err(MessageRefusal::Stale),
+                    None => Err(MessageRefusal::Undated),
+                };
+            }
             MessagePurpose::Request | MessagePurpose::Answer { .. } | MessagePurpose::Notice => {}
         }
-        // Before its first heartbeat a process does not know the shared time, and has no state that a broadcast could change.
-        if stamp.recipient.is_none() && now.is_some() && age.is_none_or(|age| age > MAX_MESSAGE_AGE) {
+        let is_broadcast = stamp.recipient.is_none();
+        if is_broadcast && age.is_some_and(|age| age > MAX_MESSAGE_AGE) {
             return Err(MessageRefusal::Stale);
         }
         let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
-        let new = received.entry(stamp.sender).or_default().admit(stamp.number);
-        if new { Ok(()) } else { Err(MessageRefusal::Repeated) }
+        if !received.entry(stamp.sender).or_default().admit(stamp.number) {
+            return Err(MessageRefusal::Repeated);
+        }
+        // Before its first heartbeat a process does not know the shared time, and has no state that a broadcast could change.
+        if is_broadcast && now.is_some() && age.is_none() { Err(MessageRefusal::Undated) } else { Ok(()) }
     }
 
     /// How long a request was in transit, by the shared time.
@@ -248,7 +266,11 @@ impl MemberAuthenticator {
     }
 
     fn record_refusal(&self, refusal: MessageRefusal, subject: &str) {
-        self.refused.with_label_values(&[&refusal.to_string()]).inc();
+        if refusal == MessageRefusal::Undated {
+            self.undated.inc();
+        } else {
+            self.refused.with_label_values(&[&refusal.to_string()]).inc();
+        }
         // A message for a process that has just ended is no attack.
         if refusal == MessageRefusal::ForAnother {
             return;
@@ -256,7 +278,27 @@ impl MemberAuthenticator {
         let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
         if logged.get(&refusal).is_none_or(|at| at.elapsed() >= LOG_INTERVAL) {
             logged.insert(refusal, Instant::now());
-            tracing::warn!(reason = %refusal, subject, "a message over NATS was refused: it is not believed to be a member's");
+            match refusal {
+                MessageRefusal::Undated => tracing::info!(
+                    subject,
+                    "a member's message came before the shared time was known, as after a start; an event takes effect from the outbox"
+                ),
+                MessageRefusal::Stale => tracing::warn!(
+                    reason = %refusal,
+                    subject,
+                    "a message over NATS was refused: a member sent it too long ago, or it was replayed; an event without effect is in the outbox"
+                ),
+                MessageRefusal::Unstamped
+                | MessageRefusal::Unreadable
+                | MessageRefusal::UnknownKey
+                | MessageRefusal::Forged
+                | MessageRefusal::ForAnother
+                | MessageRefusal::Repeated => tracing::warn!(
+                    reason = %refusal,
+                    subject,
+                    "a message over NATS was refused: it is not believed to be a member's"
+                ),
+            }
         }
     }
 }

@@ -132,6 +132,30 @@ fn broadcast_is_stale_after_30_seconds_and_an_event_after_23_hours() {
 }
 
 #[test]
+fn message_before_the_shared_time_is_known_is_undated_and_a_replay_of_it_is_repeated() {
+    let starting = || {
+        let view = Arc::new(ClusterView::new(member(1, json!({ "authenticates": true }))));
+        MemberAuthenticator::register(&Registry::new(), view, keys(3)).unwrap()
+    };
+    let notice =
+        MacInput { purpose: MessagePurpose::Notice, subject: "gpuaas.node.wake", reply: None, payload: b"node" };
+    let event = MacInput { purpose: MessagePurpose::Event, subject: "node.trust_changed", ..notice };
+    let receiver = one(2, 3);
+    let (of_starting, _) = starting().stamp(&event, None).unwrap();
+    assert_eq!(receiver.check(&event, Some(&of_starting)), Err(MessageRefusal::Undated));
+    let (to_starting, _) = receiver.stamp(&event, None).unwrap();
+    assert_eq!(starting().check(&event, Some(&to_starting)), Err(MessageRefusal::Undated));
+    assert_eq!(receiver.undated.get(), 1);
+    let refused = |reason| receiver.refused.with_label_values(&[reason]).get();
+    assert_eq!((refused("stale"), refused("repeated")), (0, 0), "a restart looks like no attack");
+
+    let (of_starting, _) = starting().stamp(&notice, None).unwrap();
+    assert_eq!(receiver.check(&notice, Some(&of_starting)), Err(MessageRefusal::Undated));
+    assert_eq!(receiver.check(&notice, Some(&of_starting)), Err(MessageRefusal::Repeated));
+    assert_eq!(refused("repeated"), 1);
+}
+
+#[test]
 fn unstamped_message_is_accepted_only_while_a_member_of_an_earlier_release_lives() {
     let receiver = one(2, 3);
     let live = |others: Vec<Member>| {
