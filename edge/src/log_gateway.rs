@@ -19,7 +19,7 @@ use crate::http::error::{ApiError, Code};
 use crate::http::request_body::{BodyLimit, read_body, reject_query};
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, mount, with_common_layers};
 use crate::limits::rate_limit::NodeLimit;
-use crate::outbound::log_store::{LogStore, PUSH_PATH, PushError};
+use crate::outbound::log_store::{LogStore, PUSH_PATH};
 use actors::AskError;
 use axum::body::Bytes;
 use axum::extract::{Request, State};
@@ -78,13 +78,7 @@ async fn push(State(gateway): State<LogGateway>, scope: Scope, request: Request)
     COUNTERS.requests.inc();
     let (store, content_type, batch, entries) = gateway.admit(&scope, request).await.inspect_err(count_rejected)?;
     let bytes = batch.len() as u64;
-    store.push(content_type, batch).await.map_err(|error| {
-        match &error {
-            PushError::Refused { .. } => COUNTERS.rejected.inc(),
-            PushError::Failed(_) => COUNTERS.upstream_errors.inc(),
-        }
-        ApiError::from(error)
-    })?;
+    store.push(content_type, batch).await.inspect_err(|failure| COUNTERS.count_failure(failure.kind))?;
     COUNTERS.entries.inc_by(entries as u64);
     COUNTERS.bytes.inc_by(bytes);
     Ok(StatusCode::NO_CONTENT)

@@ -8,3 +8,4 @@ pub mod log_store;
 pub mod maas;
 pub mod node_probe;
 pub mod package_registry;
+pub mod service_access;

@@ -133,6 +133,48 @@ async fn log_store_outage_and_refusal_of_a_batch_have_different_responses_and_co
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn store_with_tenants_is_named_as_a_wrong_setting_until_tenant_and_token_are_set() {
+    let store = FakeLogStore::start().await;
+    store.require("fleet", "Bearer st0re-t0ken-of-the-fleet");
+    let mut cluster = start(&store).await;
+    let node = CollectingNode::enroll(&mut cluster).await;
+    let (token, batch) = (node.token().await, batch_of(node.node.id, "a line"));
+    for _ in 0..2 {
+        let refused = node.push(&token, &batch).await;
+        // The collector keeps the lines.
+        assert_eq!(refused.expect_error(503, "service_unavailable").body["details"]["reason"], "log_store_credentials");
+    }
+    let page =
+        reqwest::get(format!("{}/metrics", cluster.replicas[0].operations_url())).await.unwrap().text().await.unwrap();
+    for line in [
+        r#"node_log_gateway_store_failures_total{reason="credentials"} 2"#,
+        r#"node_log_gateway_store_failures_total{reason="outage"} 0"#,
+        "node_log_gateway_rejected_total 0",
+    ] {
+        assert!(page.lines().any(|found| found == line), "{line}: {page}");
+    }
+    cluster.allow_error("the log store");
+    cluster.shutdown().await;
+
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("token");
+    std::fs::write(&file, "st0re-t0ken-of-the-fleet\n").unwrap();
+    let builder = TestCluster::builder()
+        .variable("SVC_LOG_STORE_URL", &store.url())
+        .variable("SVC_LOG_STORE_CA_PATH", &store.authorities_path().display().to_string())
+        .variable("SVC_LOG_STORE_TENANT", "fleet")
+        .variable("SVC_LOG_STORE_TOKEN_PATH", file.to_str().unwrap());
+    let mut cluster = builder.start().await;
+    cluster.register_secret("the token of the log store", "st0re-t0ken-of-the-fleet");
+    cluster.offer_sku("h100", 1).await;
+    let node = CollectingNode::enroll(&mut cluster).await;
+    let token = node.token().await;
+    assert_eq!(node.push(&token, &batch_of(node.node.id, "a line")).await.status, 204);
+    assert_eq!(store.received().len(), 1);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn hostile_batches_are_refused_and_the_gateway_serves_on() {
     let store = FakeLogStore::start().await;
     let mut cluster = start(&store).await;

@@ -20,6 +20,7 @@
 //! | [`package`] | the names of the agent's package in a registry |
 //! | [`error`] | the error envelope of every refused request |
 
+pub mod address;
 mod base64_bytes;
 pub mod bundle;
 pub mod cleanup_proof;

@@ -4,6 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::net::IpAddr;
 
+use reqwest::header::{CONTENT_TYPE, HeaderMap};
 use reqwest::{Certificate, Client, ClientBuilder, Response, Url, redirect};
 
 /// HTTPS, or HTTP on this machine.
@@ -41,6 +42,31 @@ pub(crate) async fn read_bounded_body(mut response: Response, max_bytes: usize) 
         body.extend_from_slice(&chunk);
     }
     Ok(body)
+}
+
+/// Whether the answer is a page for people: what is there is another service, or a proxy's login.
+pub(crate) fn is_web_page(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    media_type.eq_ignore_ascii_case("text/html") || media_type.eq_ignore_ascii_case("application/xhtml+xml")
+}
+
+/// Whether the connection was made and TLS failed: a certificate by another authority or for another name, or a server without TLS. Time
+/// does not mend it, other than an outage.
+pub(crate) fn is_tls_failure(error: &reqwest::Error) -> bool {
+    let mut source = error.source();
+    while let Some(inner) = source {
+        if inner.is::<rustls::Error>() {
+            return true;
+        }
+        // What an I/O error wraps is not among its sources.
+        let wrapped = inner.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        if wrapped.is_some_and(|wrapped| wrapped.is::<rustls::Error>()) {
+            return true;
+        }
+        source = inner.source();
+    }
+    false
 }
 
 /// The error with its sources, without the URL, which may contain secrets.

@@ -1,10 +1,11 @@
-//! The settings of a service outside that its address and its certificate's authorities describe: the Alertmanager, and the log store behind
-//! the gateway for nodes' logs.
+//! The settings of a service outside that its address, its certificate's authorities and its way to authenticate describe: the
+//! Alertmanager, and the log store behind the gateway for nodes' logs.
 
 use super::variables::Variables;
 use anyhow::Context as _;
 use edge::outbound::alertmanager::Alertmanager;
 use edge::outbound::log_store::LogStore;
+use edge::outbound::service_access::{ServiceAccess, ServiceCredential};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
@@ -14,19 +15,39 @@ pub trait OutsideClient: Sized {
     const URL: &'static str;
     /// The variable of a file with authorities beside the system's.
     const CA: &'static str;
+    const ACCESS: AccessVariables;
 
     /// # Errors
-    /// Where the address or the authorities cannot be used.
-    fn connect(url: &str, authorities_pem: Option<&str>) -> anyhow::Result<Self>;
+    /// Where the address, the authorities or the access cannot be used.
+    fn connect(url: &str, authorities_pem: Option<&str>, access: &ServiceAccess) -> anyhow::Result<Self>;
+}
+
+/// The variables by which a service admits requests. Those that end in `_PATH` name a file with the secret.
+#[derive(Clone, Copy, Debug)]
+pub struct AccessVariables {
+    pub tenant: &'static str,
+    pub user: &'static str,
+    pub password: &'static str,
+    pub password_path: &'static str,
+    pub token: &'static str,
+    pub token_path: &'static str,
 }
 
 /// Without it the API lists no alerts, and says so.
 impl OutsideClient for Alertmanager {
     const URL: &'static str = "SVC_ALERTMANAGER_URL";
     const CA: &'static str = "SVC_ALERTMANAGER_CA_PATH";
+    const ACCESS: AccessVariables = AccessVariables {
+        tenant: "SVC_ALERTMANAGER_TENANT",
+        user: "SVC_ALERTMANAGER_USER",
+        password: "SVC_ALERTMANAGER_PASSWORD",
+        password_path: "SVC_ALERTMANAGER_PASSWORD_PATH",
+        token: "SVC_ALERTMANAGER_TOKEN",
+        token_path: "SVC_ALERTMANAGER_TOKEN_PATH",
+    };
 
-    fn connect(url: &str, authorities_pem: Option<&str>) -> anyhow::Result<Self> {
-        Ok(Self::new(url, authorities_pem)?)
+    fn connect(url: &str, authorities_pem: Option<&str>, access: &ServiceAccess) -> anyhow::Result<Self> {
+        Ok(Self::new(url, authorities_pem, access)?)
     }
 }
 
@@ -34,9 +55,17 @@ impl OutsideClient for Alertmanager {
 impl OutsideClient for LogStore {
     const URL: &'static str = "SVC_LOG_STORE_URL";
     const CA: &'static str = "SVC_LOG_STORE_CA_PATH";
+    const ACCESS: AccessVariables = AccessVariables {
+        tenant: "SVC_LOG_STORE_TENANT",
+        user: "SVC_LOG_STORE_USER",
+        password: "SVC_LOG_STORE_PASSWORD",
+        password_path: "SVC_LOG_STORE_PASSWORD_PATH",
+        token: "SVC_LOG_STORE_TOKEN",
+        token_path: "SVC_LOG_STORE_TOKEN_PATH",
+    };
 
-    fn connect(url: &str, authorities_pem: Option<&str>) -> anyhow::Result<Self> {
-        Ok(Self::new(url, authorities_pem)?)
+    fn connect(url: &str, authorities_pem: Option<&str>, access: &ServiceAccess) -> anyhow::Result<Self> {
+        Ok(Self::new(url, authorities_pem, access)?)
     }
 }
 
@@ -46,6 +75,8 @@ pub struct OutsideServiceSettings<C> {
     pub url: String,
     /// Authorities beside the system's.
     pub ca: Option<PathBuf>,
+    /// Read at the start, also from files.
+    pub access: ServiceAccess,
     client: PhantomData<fn() -> C>,
 }
 
@@ -56,18 +87,55 @@ impl<C: OutsideClient> OutsideServiceSettings<C> {
     /// Names the variable that cannot be used.
     pub fn open(&self) -> anyhow::Result<C> {
         let authorities_pem = authorities_pem(C::CA, self.ca.as_deref())?;
-        C::connect(&self.url, authorities_pem.as_deref()).context(C::URL)
+        C::connect(&self.url, authorities_pem.as_deref(), &self.access).context(C::URL)
     }
 }
 
 /// The settings of the service; `None` where its address is not set.
 pub(super) fn outside_service<C: OutsideClient>(variables: &mut Variables<'_>) -> Option<OutsideServiceSettings<C>> {
     let ca = variables.optional_certificates(C::CA);
-    let url = variables.optional(C::URL)?;
-    if let Err(error) = C::connect(&url, None) {
+    let access = access(&C::ACCESS, variables);
+    let Some(url) = variables.optional(C::URL) else {
+        let AccessVariables { tenant, user, password, password_path, token, token_path } = C::ACCESS;
+        let all = [tenant, user, password, password_path, token, token_path];
+        if let Some(name) = all.into_iter().find(|name| variables.optional(name).is_some()) {
+            variables.wrong(format!("{name} is set, but {} is not; set both or neither", C::URL));
+        }
+        return None;
+    };
+    // The address first, and then what only its access has against it: each problem names its own variable.
+    if let Err(error) = C::connect(&url, None, &ServiceAccess::default()) {
+        variables.wrong(format!("{}: {error}", C::URL));
+    } else if let Err(error) = C::connect(&url, None, &access) {
         variables.wrong(format!("{}: {error}", C::URL));
     }
-    Some(OutsideServiceSettings { url, ca, client: PhantomData })
+    Some(OutsideServiceSettings { url, ca, access, client: PhantomData })
+}
+
+/// One way to authenticate at most: a service that gets two takes either.
+fn access(names: &AccessVariables, variables: &mut Variables<'_>) -> ServiceAccess {
+    let user = variables.optional(names.user);
+    let password = variables.secret(names.password, names.password_path);
+    let token = variables.secret(names.token, names.token_path);
+    let (user_name, password_name, token_name) = (names.user, names.password, names.token);
+    let credential = match (user, password, token) {
+        (None, None, None) => None,
+        (Some(user), Some(password), None) => Some(ServiceCredential::Basic { user, password }),
+        (None, None, Some(token)) => Some(ServiceCredential::Bearer(token)),
+        (Some(_), None, None) => {
+            variables.wrong(format!("{user_name} is set, but its password is not; set {password_name} or {}", names.password_path));
+            None
+        }
+        (None, Some(_), None) => {
+            variables.wrong(format!("{password_name} or {} is set, but {user_name} is not", names.password_path));
+            None
+        }
+        (_, _, Some(_)) => {
+            variables.wrong(format!("{token_name} or {} is set beside {user_name} or its password; set one of them", names.token_path));
+            None
+        }
+    };
+    ServiceAccess { tenant: variables.optional(names.tenant), credential }
 }
 
 /// The text of the file of authorities that the variable names.
@@ -99,6 +167,44 @@ mod tests {
         let settings = OutsideServiceSettings { ca: Some("/absent.pem".into()), ..settings };
         let error = format!("{:#}", settings.open().unwrap_err());
         assert!(error.contains(C::CA) && error.contains("/absent.pem"), "{error}");
+        expect_access_of::<C>(good);
+    }
+
+    /// Tenant and one credential, as a value or in a file; what is incomplete or cannot be carried is named, and no secret shown.
+    fn expect_access_of<C: OutsideClient + std::fmt::Debug>(good: &str) {
+        let names = C::ACCESS;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("secret");
+        std::fs::write(&file, "hunter2\n").unwrap();
+        let (file, url) = (file.to_str().unwrap(), (C::URL, good));
+        let read = |variables: &[(&str, &str)]| read_from(variables, outside_service::<C>);
+        for variables in [
+            vec![url, (names.tenant, "fleet")],
+            vec![url, (names.user, "ops"), (names.password, "hunter2")],
+            vec![url, (names.user, "ops"), (names.password_path, file)],
+            vec![url, (names.tenant, "fleet"), (names.token_path, file)],
+            vec![url, (names.token, "hunter2")],
+        ] {
+            let settings = read(&variables).unwrap().unwrap();
+            assert!(!format!("{settings:?} {:?}", settings.open().unwrap()).contains("hunter2"));
+        }
+        let by_file = read(&[url, (names.token_path, file)]).unwrap().unwrap();
+        let Some(ServiceCredential::Bearer(token)) = by_file.access.credential else { unreachable!("it is a token") };
+        assert_eq!(secrecy::ExposeSecret::expose_secret(&token), "hunter2", "without the line's end");
+        for (variables, named) in [
+            (vec![(names.tenant, "fleet")], C::URL),
+            (vec![(names.token_path, file)], C::URL),
+            (vec![url, (names.user, "ops")], names.password),
+            (vec![url, (names.password, "hunter2")], names.user),
+            (vec![url, (names.user, "ops"), (names.password, "hunter2"), (names.token, "hunter2")], names.token),
+            (vec![url, (names.token, "hunter2"), (names.token_path, file)], names.token_path),
+            (vec![url, (names.token_path, "/absent")], names.token_path),
+            (vec![url, (names.tenant, "a|b")], "tenant"),
+            (vec![url, (names.token, "Bearer hunter2")], "token"),
+        ] {
+            let error = read(&variables).unwrap_err().to_string();
+            assert!(error.contains(named) && !error.contains("hunter2"), "{error}");
+        }
     }
 
     #[test]

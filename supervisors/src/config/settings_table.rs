@@ -31,6 +31,17 @@ const OPEN_TELEMETRY: &str = "OTEL_";
 /// The beginnings of names that are the service's own. Not `NODE_` alone: variables of Node.js begin with it.
 const OWN_PREFIXES: [&str; 6] = ["SVC_", "NODE_BOOTSTRAP_", "NODE_PROBE_", "INTERNAL_", "MAAS_", "GPUAAS_"];
 
+/// Settings that name files with secrets, which their owner alone reads.
+pub const SECRET_FILES: [&str; 7] = [
+    "SVC_KEK_FILE",
+    "SVC_TLS_KEY_PATH",
+    "SVC_NODE_AGENT_PACKAGE_PULL_ACCOUNT_PATH",
+    "SVC_ALERTMANAGER_PASSWORD_PATH",
+    "SVC_ALERTMANAGER_TOKEN_PATH",
+    "SVC_LOG_STORE_PASSWORD_PATH",
+    "SVC_LOG_STORE_TOKEN_PATH",
+];
+
 /// How many letters a name may differ from the one that was meant.
 const LIKELY_TYPOS: usize = 3;
 
@@ -192,6 +203,10 @@ pub const SECTIONS: &[Section] = &[
             setting(&["INTERNAL_STATS_TOKEN"], "opens the stats, and on the public address `/metrics` and `readyz` too, 32 characters or more", "these routes answer 404"),
             setting(&["SVC_ALERTMANAGER_URL"], "the Alertmanager whose alerts `gpuctl alerts` and the console show, without the path `/api/v2`; HTTPS, or HTTP on this machine", "none are shown"),
             setting(&["SVC_ALERTMANAGER_CA_PATH"], "authorities for its certificate, PEM, beside the system's", "the system's alone"),
+            setting(&["SVC_ALERTMANAGER_TENANT"], "the tenant there, which is sent as `X-Scope-OrgID`", "none is sent"),
+            setting(&["SVC_ALERTMANAGER_USER", "SVC_ALERTMANAGER_PASSWORD"], "by which it admits this service (basic authentication); `SVC_ALERTMANAGER_PASSWORD` is a secret", "none is sent"),
+            setting(&["SVC_ALERTMANAGER_TOKEN"], "a bearer token, in place of user and password; a secret", "none is sent"),
+            setting(&["SVC_ALERTMANAGER_PASSWORD_PATH", "SVC_ALERTMANAGER_TOKEN_PATH"], "a file with the password or the token alone, in place of the value, read at the start", "the value"),
             setting(&["RUST_LOG"], "what is logged, in JSON lines on standard error", "`info`"),
             setting(&["SVC_HOST_ROLE"], "`platform_control`, `app_control` or `worker_compute`, on every line of a lab's machine", "an agent's is `worker_compute`"),
             setting(&["SVC_HOST_NAME", "SVC_LAB_STACK", "SVC_NODE_ID"], "likewise; an agent knows its node", "the host's name where it has a role; none; none"),
@@ -207,6 +222,10 @@ pub const SECTIONS: &[Section] = &[
         settings: &[
             setting(&["SVC_LOG_STORE_URL"], "the log store, without the path `/loki/api/v1/push`; HTTPS, or HTTP on this machine", "the gateway answers 503"),
             setting(&["SVC_LOG_STORE_CA_PATH"], "authorities for its certificate, PEM, beside the system's", "the system's alone"),
+            setting(&["SVC_LOG_STORE_TENANT"], "the tenant there, which is sent as `X-Scope-OrgID`", "none is sent"),
+            setting(&["SVC_LOG_STORE_USER", "SVC_LOG_STORE_PASSWORD"], "by which it admits this service (basic authentication); `SVC_LOG_STORE_PASSWORD` is a secret", "none is sent"),
+            setting(&["SVC_LOG_STORE_TOKEN"], "a bearer token, in place of user and password; a secret", "none is sent"),
+            setting(&["SVC_LOG_STORE_PASSWORD_PATH", "SVC_LOG_STORE_TOKEN_PATH"], "a file with the password or the token alone, in place of the value, read at the start", "the value"),
         ],
     },
     Section {

@@ -1,6 +1,7 @@
 //! Reads environment variables, and collects every problem with them.
 
 use super::settings_table;
+use secrecy::{ExposeSecret as _, SecretString};
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -176,6 +177,17 @@ impl<'a> Variables<'a> {
         if !text.is_empty() && !read.is_ok_and(|certificates| !certificates.is_empty()) {
             self.wrong(format!("{name} is {}, which holds no certificate, PEM", path.display()));
         }
+    }
+
+    /// A secret, as a value or in a file; `None` where neither is set. A file's last line may have an end.
+    pub(super) fn secret(&mut self, name: &str, path_name: &str) -> Option<SecretString> {
+        let Some(path) = self.optional(path_name) else { return self.optional(name).map(Into::into) };
+        if self.optional(name).is_some() {
+            self.wrong(format!("{name} and {path_name} are both set; set one of them"));
+        }
+        let text = SecretString::from(self.text_of(path_name, path.as_ref(), "a file with the secret alone"));
+        let secret = text.expose_secret().trim_end_matches(['\r', '\n']);
+        (!secret.is_empty()).then(|| secret.into())
     }
 
     fn text_of(&mut self, name: &str, path: &Path, what: &str) -> String {

@@ -6,7 +6,6 @@ use edge::auth::jwks::{Jwks, JwksError, JwksSettings};
 use std::sync::Arc;
 use std::time::Duration;
 use telemetry::diagnosis::DiagnosticFinding;
-use tokio::net::TcpStream;
 
 /// No payment has this id at any processor.
 const NO_PAYMENT: &str = "pi_gpuaas_doctor";
@@ -92,18 +91,17 @@ pub(super) async fn bare_metal_provider(settings: Arc<InstalledSettings>) -> Vec
     )]
 }
 
-/// It has no request that changes nothing and needs no tenant: a connection has to do.
+/// It is sent a batch without a stream, of which it stores nothing.
 pub(super) async fn log_store(settings: Arc<InstalledSettings>) -> Vec<DiagnosticFinding> {
     let Some(config) = settings.outside_services().log_store else {
         return vec![not_configured("log store", "SVC_LOG_STORE_URL")];
     };
-    let url = reqwest::Url::parse(&config.url).ok();
-    let address = url.as_ref().and_then(|url| Some((url.host_str()?.to_owned(), url.port_or_known_default()?)));
-    let asked = match address {
-        Some(address) => TcpStream::connect(address).await.map(drop).map_err(|error| error.to_string()),
-        None => Err("the address has no host".to_owned()),
+    let asked = match config.open() {
+        Ok(store) => store.check().await,
+        Err(error) => Err(format!("{error:#}")),
     };
-    vec![judge_answer("the log store", &config.url, asked, "check SVC_LOG_STORE_URL, and that the store runs")]
+    let action = "check SVC_LOG_STORE_URL, SVC_LOG_STORE_CA_PATH, its tenant and its credentials, and that the store runs";
+    vec![judge_answer("the log store", &config.url, asked, action)]
 }
 
 pub(super) async fn alertmanager(settings: Arc<InstalledSettings>) -> Vec<DiagnosticFinding> {
@@ -114,7 +112,7 @@ pub(super) async fn alertmanager(settings: Arc<InstalledSettings>) -> Vec<Diagno
         Ok(alertmanager) => alertmanager.alerts().await.map(drop).map_err(|error| error.to_string()),
         Err(error) => Err(format!("{error:#}")),
     };
-    let action = "check SVC_ALERTMANAGER_URL and SVC_ALERTMANAGER_CA_PATH, and that it runs";
+    let action = "check SVC_ALERTMANAGER_URL, SVC_ALERTMANAGER_CA_PATH, its tenant and its credentials, and that it runs";
     vec![judge_answer("the Alertmanager", &config.url, asked, action)]
 }
 

@@ -1,11 +1,9 @@
 //! The settings and the files that they name.
 
 use crate::config::installed_settings::InstalledSettings;
+use crate::config::settings_table::SECRET_FILES;
 use std::path::PathBuf;
 use telemetry::diagnosis::{DiagnosticFinding, machine};
-
-/// Files with secrets, which their owner alone reads.
-const SECRET_FILES: [&str; 3] = ["SVC_KEK_FILE", "SVC_TLS_KEY_PATH", "SVC_NODE_AGENT_PACKAGE_PULL_ACCOUNT_PATH"];
 
 pub(super) fn examine(settings: &InstalledSettings) -> Vec<DiagnosticFinding> {
     let source = match &settings.file {

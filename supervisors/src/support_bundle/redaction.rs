@@ -14,20 +14,21 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 /// Settings whose value is a secret.
-const SECRETS: [&str; 6] = [
+const SECRETS: [&str; 10] = [
     "INTERNAL_JWKS_REFRESH_TOKEN",
     "INTERNAL_STATS_TOKEN",
     "SVC_OIDC_CONSOLE_CLIENT_SECRET",
     "SVC_PAYMENTS_SECRET_KEY",
     "SVC_PAYMENTS_WEBHOOK_SECRETS",
     "MAAS_API_TOKEN",
+    "SVC_ALERTMANAGER_PASSWORD",
+    "SVC_ALERTMANAGER_TOKEN",
+    "SVC_LOG_STORE_PASSWORD",
+    "SVC_LOG_STORE_TOKEN",
 ];
 
 /// Settings that are URLs with credentials.
 const URLS: [&str; 3] = ["SVC_DATABASE_URL", "SVC_NATS_URL", "SVC_SMTP_URL"];
-
-/// Settings that name files with secrets.
-const FILES: [&str; 3] = ["SVC_KEK_FILE", "SVC_TLS_KEY_PATH", "SVC_NODE_AGENT_PACKAGE_PULL_ACCOUNT_PATH"];
 
 /// Shorter ones would be found in ordinary text. No key or token is shorter; a password of a user may be.
 const SHORTEST: usize = 4;
@@ -110,7 +111,7 @@ impl SecretScrubber {
                 secrets.insert(value.to_owned());
             }
         }
-        let files = FILES.iter().filter_map(|name| settings.get(name)).map(Into::into);
+        let files = settings_table::SECRET_FILES.iter().filter_map(|name| settings.get(name)).map(Into::into);
         for file in files.chain(token_file.map(Path::to_owned)) {
             let text = std::fs::read_to_string::<std::path::PathBuf>(file).unwrap_or_default();
             if text.len() > MOST_BYTES {

@@ -46,7 +46,7 @@ async fn consequences_of_a_member_that_is_cut_off_are_silent_and_a_missing_role_
     assert!(delivered.iter().all(|it| !silent.contains(&it.name.as_str())), "{delivered:#?}");
     // As the API lists them.
     let listed =
-        edge::outbound::alertmanager::Alertmanager::new(&alertmanager.url, None).unwrap().alerts().await.unwrap();
+        edge::outbound::alertmanager::Alertmanager::new(&alertmanager.url, None, &Default::default()).unwrap().alerts().await.unwrap();
     assert_eq!(listed.len(), names.len());
     for alert in &listed {
         let name = alert.labels["alertname"].as_str();

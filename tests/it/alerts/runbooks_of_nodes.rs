@@ -16,7 +16,7 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(3);
 /// More batches than may be refused in the alert's window, beside those that the log store does not take.
 const REFUSED_BATCHES: usize = 40;
 const REFUSED_ENROLLMENTS: &str = r#"http_requests_total{route="/internal/v1/nodes/{id}/enroll",status_class="4xx"}"#;
-const BATCHES_NOT_STORED: &str = "node_log_gateway_upstream_errors_total";
+const BATCHES_NOT_STORED: &str = r#"node_log_gateway_store_failures_total{reason="outage"}"#;
 const HURRIED: [&str; 3] = ["capacity.yaml", "node-onboarding.yaml", "node-logs.yaml"];
 
 #[tokio::test(flavor = "multi_thread")]

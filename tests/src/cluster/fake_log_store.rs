@@ -23,6 +23,8 @@ struct StoreState {
     answer: (StatusCode, String),
     /// A batch with this text is refused with 400.
     refused: Option<String>,
+    /// The tenant and the `Authorization` without which a batch is refused with 401.
+    required: Option<(String, String)>,
 }
 
 /// A running store. Dropping it stops it.
@@ -50,7 +52,7 @@ impl FakeLogStore {
         let listener = TlsListener::bind(&certificate.certificate_path, &certificate.key_path).await;
         let listener = listener.expect("there is a port");
         let port = listener.port().expect("it listens");
-        let state = StoreState { received: Vec::new(), answer: (StatusCode::NO_CONTENT, String::new()), refused: None };
+        let state = StoreState { received: Vec::new(), answer: (StatusCode::NO_CONTENT, String::new()), refused: None, required: None };
         let state = Arc::new(Mutex::new(state));
         let router = Router::new().route("/loki/api/v1/push", post(receive)).with_state(Arc::clone(&state));
         let serving = tokio::spawn(async move { axum::serve(listener, router).await }).abort_handle();
@@ -81,6 +83,11 @@ impl FakeLogStore {
         self.state().refused = Some(text.to_owned());
     }
 
+    /// Refuses further batches without this tenant and this `Authorization`, as Loki with tenants behind a login does.
+    pub fn require(&self, tenant: &str, authorization: &str) {
+        self.state().required = Some((tenant.to_owned(), authorization.to_owned()));
+    }
+
     /// The stored batches.
     #[must_use]
     pub fn received(&self) -> Vec<ReceivedBatch> {
@@ -94,6 +101,12 @@ impl FakeLogStore {
 
 async fn receive(State(state): State<Arc<Mutex<StoreState>>>, headers: HeaderMap, body: Bytes) -> (StatusCode, String) {
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((tenant, authorization)) = &state.required {
+        let is_sent = |name: &str, wanted: &str| headers.get(name).is_some_and(|value| value == wanted);
+        if !is_sent("x-scope-orgid", tenant) || !is_sent("authorization", authorization) {
+            return (StatusCode::UNAUTHORIZED, "no org id\n".to_owned());
+        }
+    }
     if let Some(text) = &state.refused
         && String::from_utf8_lossy(&body).contains(text)
     {

@@ -2,6 +2,7 @@
 
 use super::harness::ApiHarness;
 use crate::outbound::alertmanager::Alertmanager;
+use crate::outbound::service_access::ServiceAccess;
 use axum::Router;
 use axum::body::Body;
 use axum::http::StatusCode;
@@ -31,7 +32,7 @@ async fn counting_api_with_answer(status: StatusCode, answer: impl Into<Vec<u8>>
     let address = listener.local_addr().unwrap();
     let router = Router::new().route("/prefix/api/v2/alerts", get(give));
     tokio::spawn(async move { axum::serve(listener, router).await });
-    let alertmanager = Alertmanager::new(&format!("http://{address}/prefix/"), None).unwrap();
+    let alertmanager = Alertmanager::new(&format!("http://{address}/prefix/"), None, &ServiceAccess::default()).unwrap();
     (ApiHarness::with_alertmanager(alertmanager).await, requests)
 }
 
@@ -129,7 +130,7 @@ async fn alertmanager_that_fails_is_named_and_its_answer_is_not_passed_on() {
         assert!(refused.body["message"].as_str().unwrap().contains("SVC_ALERTMANAGER_URL"), "{}", refused.body);
         assert!(!refused.body.to_string().contains("secret"), "{}", refused.body);
     }
-    let gone = Alertmanager::new("http://127.0.0.1:1", None).unwrap();
+    let gone = Alertmanager::new("http://127.0.0.1:1", None, &ServiceAccess::default()).unwrap();
     let api = ApiHarness::with_alertmanager(gone).await;
     api.get(PATH).admin().send().await.refused(502, "upstream_error");
 }

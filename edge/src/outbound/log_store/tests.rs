@@ -1,0 +1,130 @@
+//! What the gateway makes of a store's answers, with stores that answer as Loki, its proxies and other services do.
+
+use super::*;
+use crate::outbound::service_access::ServiceCredential;
+use strum::IntoEnumIterator as _;
+use wiremock::matchers::{header, method, path};
+use wiremock::{Mock, MockServer, ResponseTemplate};
+
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const BATCH: &[u8] = br#"{"streams":[{"stream":{"service":"node-agent"},"values":[["1","a line"]]}]}"#;
+
+async fn store_that_answers(answer: ResponseTemplate) -> MockServer {
+    let server = MockServer::start().await;
+    Mock::given(method("POST")).and(path(PUSH_PATH)).respond_with(answer).mount(&server).await;
+    server
+}
+
+fn client(base: &str) -> LogStore {
+    crate::testing::install_crypto();
+    LogStore::new(base, None, &ServiceAccess::default()).unwrap()
+}
+
+async fn failure_at(base: &str) -> PushFailure {
+    client(base).push(JSON, Bytes::from_static(BATCH)).await.unwrap_err()
+}
+
+fn page(status: u16) -> ResponseTemplate {
+    ResponseTemplate::new(status).set_body_raw("<html>Please log in</html>", "text/html; charset=utf-8")
+}
+
+#[tokio::test]
+async fn each_kind_of_answer_is_told_apart_and_only_lines_that_the_store_refuses_may_be_dropped() {
+    let plain = |status: u16, text: &str| ResponseTemplate::new(status).set_body_string(text);
+    let moved = ResponseTemplate::new(302).insert_header("Location", "https://login.example/?next=push");
+    for (answer, kind, code) in [
+        (plain(401, "no org id\n"), PushFailureKind::Credentials, Code::ServiceUnavailable),
+        (plain(403, "invalid scope requested"), PushFailureKind::Credentials, Code::ServiceUnavailable),
+        (page(403), PushFailureKind::Credentials, Code::ServiceUnavailable),
+        (plain(400, "multiple org IDs present"), PushFailureKind::Credentials, Code::ServiceUnavailable),
+        (plain(404, "404 page not found"), PushFailureKind::Address, Code::ServiceUnavailable),
+        (plain(405, ""), PushFailureKind::Address, Code::ServiceUnavailable),
+        (moved, PushFailureKind::Address, Code::ServiceUnavailable),
+        (page(200), PushFailureKind::Address, Code::ServiceUnavailable),
+        (page(400), PushFailureKind::Address, Code::ServiceUnavailable),
+        (plain(400, "entry too far behind"), PushFailureKind::Batch, Code::InvalidRequest),
+        (plain(400, "Max entry size '262144' bytes exceeded"), PushFailureKind::Batch, Code::InvalidRequest),
+        (plain(422, "at least one label pair is required per stream"), PushFailureKind::Batch, Code::InvalidRequest),
+        (plain(413, ""), PushFailureKind::BatchSize, Code::PayloadTooLarge),
+        (page(413), PushFailureKind::BatchSize, Code::PayloadTooLarge),
+        (plain(429, "Ingestion rate limit exceeded"), PushFailureKind::RateLimit, Code::RateLimited),
+        (plain(500, "out of disk"), PushFailureKind::Outage, Code::ServiceUnavailable),
+        (page(502), PushFailureKind::Outage, Code::ServiceUnavailable),
+        (plain(408, ""), PushFailureKind::Outage, Code::ServiceUnavailable),
+    ] {
+        let store = store_that_answers(answer).await;
+        let failure = failure_at(&store.uri()).await;
+        let shown = format!("{failure:?}");
+        assert_eq!(failure.kind, kind, "{shown}");
+        let error = ApiError::from(failure);
+        assert_eq!(error.code(), code, "{shown}");
+        let is_dropped_by_collectors = matches!(code, Code::InvalidRequest | Code::PayloadTooLarge);
+        let is_of_these_lines = matches!(kind, PushFailureKind::Batch | PushFailureKind::BatchSize);
+        assert_eq!(is_dropped_by_collectors, is_of_these_lines, "{shown}");
+        assert!(!shown.contains("<html>"), "{shown}");
+    }
+}
+
+#[tokio::test]
+async fn mistake_in_the_address_is_none_of_a_store_that_is_away() {
+    let server = store_that_answers(ResponseTemplate::new(204)).await;
+    let port = server.address().port();
+    // TLS with a server that has none.
+    let failure = failure_at(&format!("https://127.0.0.1:{port}")).await;
+    assert_eq!(failure.kind, PushFailureKind::Address, "{failure:?}");
+    // A path that is not the store's.
+    assert_eq!(failure_at(&format!("{}/wrong", server.uri())).await.kind, PushFailureKind::Address);
+    client(&server.uri()).push(JSON, Bytes::from_static(BATCH)).await.unwrap();
+    drop(server);
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    assert_eq!(failure_at(&format!("http://{address}")).await.kind, PushFailureKind::Outage);
+}
+
+#[tokio::test]
+async fn certificate_by_an_unknown_authority_is_a_wrong_setting() {
+    use crate::outbound::package_registry::fake::FakeRegistry;
+    use axum::response::IntoResponse as _;
+    crate::testing::install_crypto();
+    let folder = tempfile::tempdir().unwrap();
+    let authority = local_servers::pki::Authority::create(folder.path()).unwrap();
+    let answer = Box::new(|_: &str, _: Option<&str>| axum::http::StatusCode::NO_CONTENT.into_response());
+    let store = FakeRegistry::start(&authority, answer).await;
+    let url = format!("https://localhost:{}", store.port);
+    let failure = failure_at(&url).await;
+    assert_eq!(failure.kind, PushFailureKind::Address, "{failure:?}");
+    let trusting = LogStore::new(&url, Some(authority.certificate_pem()), &ServiceAccess::default()).unwrap();
+    trusting.push(JSON, Bytes::from_static(BATCH)).await.unwrap();
+}
+
+#[tokio::test]
+async fn tenant_and_credentials_are_sent_and_the_stores_pause_is_passed_on() {
+    crate::testing::install_crypto();
+    let server = MockServer::start().await;
+    let admitted = Mock::given(header("X-Scope-OrgID", "fleet")).and(header("Authorization", "Basic b3BzOmh1bnRlcjI="));
+    admitted.respond_with(ResponseTemplate::new(204)).with_priority(1).mount(&server).await;
+    let refused = ResponseTemplate::new(401).set_body_string("no org id");
+    Mock::given(method("POST")).respond_with(refused).with_priority(2).mount(&server).await;
+    let credential = ServiceCredential::Basic { user: "ops".to_owned(), password: "hunter2".into() };
+    let access = ServiceAccess { tenant: Some("fleet".to_owned()), credential: Some(credential) };
+    let store = LogStore::new(&server.uri(), None, &access).unwrap();
+    store.push(JSON, Bytes::from_static(BATCH)).await.unwrap();
+    store.check().await.unwrap();
+    assert!(!format!("{store:?}").contains("hunter2") && !format!("{store:?}").contains("b3BzOmh1bnRlcjI="), "{store:?}");
+    let refused = client(&server.uri()).check().await.unwrap_err();
+    assert!(refused.contains("SVC_LOG_STORE_TENANT") && refused.contains("no org id"), "{refused}");
+
+    let busy = ResponseTemplate::new(429).insert_header("Retry-After", "7").set_body_string("rate limit");
+    let busy = store_that_answers(busy).await;
+    let failure = failure_at(&busy.uri()).await;
+    assert_eq!((failure.kind, failure.retry_after), (PushFailureKind::RateLimit, Some(Duration::from_secs(7))));
+    // It is there, and admits this service.
+    client(&busy.uri()).check().await.unwrap();
+}
+
+#[test]
+fn names_of_failures_are_the_labels_of_the_metric() {
+    let names: Vec<_> = PushFailureKind::iter().map(PushFailureKind::name).collect();
+    assert_eq!(names, ["credentials", "address", "rate_limit", "batch", "batch_size", "outage"]);
+}
