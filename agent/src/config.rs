@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use uuid::Uuid;
+use wire::address::{AddressError, AgentApiUrl};
 use wire::bundle::{EnvFileError, fingerprint, names};
 use wire::verifier_set::SetError;
 use wire::{SecretToken, VerifierSet};
@@ -83,6 +84,8 @@ pub enum AgentConfigError {
     Missing { name: &'static str },
     #[error("{name} is not {expected}")]
     Value { name: &'static str, expected: &'static str },
+    #[error("{name}: {error}")]
+    Address { name: &'static str, error: AddressError },
     #[error("SVC_TASK_SIGNING_PUBKEYS cannot be used; take it from the node's bootstrap bundle")]
     Verifiers(#[from] SetError),
     #[error(
@@ -246,11 +249,9 @@ fn node_id(flags: &Flags, sources: &Sources<'_>) -> Result<Uuid, AgentConfigErro
 /// Without a trailing slash.
 fn api_url(flags: &Flags, sources: &Sources<'_>) -> Result<String, AgentConfigError> {
     let api_url = sources.flag_or(flags.api_url.as_ref(), names::API_URL)?;
-    let is_https = reqwest::Url::parse(&api_url).is_ok_and(|url| url.scheme() == "https" && url.has_host());
-    if !is_https {
-        return Err(AgentConfigError::Value { name: names::API_URL, expected: "an https URL" });
-    }
-    Ok(api_url.trim_end_matches('/').to_owned())
+    let read = AgentApiUrl::parse(&api_url);
+    let read = read.map_err(|error| AgentConfigError::Address { name: names::API_URL, error })?;
+    Ok(read.as_str().to_owned())
 }
 fn ca_bundle(
     path: &Path,

@@ -37,7 +37,7 @@ use session_end::SessionEnd;
 pub(crate) use session_end::until_session_ends;
 
 /// The gateway's one route.
-pub const PATH: &str = "/ws/v1/terminal";
+pub const PATH: &str = wire::address::TERMINAL_PATH;
 
 /// The principal of a connection with a valid token.
 const GATEWAY: &str = "terminal-gateway";

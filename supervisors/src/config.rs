@@ -49,6 +49,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use variables::Variables;
 use wire::VerifierSet;
+use wire::address::{AgentApiUrl, PageOrigin, PublicUrl, TerminalUrl};
 
 /// The settings of `gpuaas serve`, from `SVC_*`.
 #[derive(Debug)]
@@ -165,16 +166,14 @@ impl Config {
         }
         let nats_ca = it.optional_certificates("SVC_NATS_CA_PATH");
         let (key_ring, trust_domain) = (key_ring(it), trust_domain(it));
-        let public_url = it.url("SVC_PUBLIC_URL", "the URL under which users reach the public API", &["https", "http"]);
+        let public_url =
+            it.required_address("SVC_PUBLIC_URL", "the URL under which users reach the public API", PublicUrl::parse);
         let node_public_url =
-            it.url("SVC_NODE_PUBLIC_URL", "the URL under which agents reach the node API", &["https"]);
-        let terminal_url = match it.optional(TERMINAL_URL) {
-            Some(url) => {
-                it.check_url(TERMINAL_URL, &url, &["wss", "ws"]);
-                url
-            }
-            None => terminal_url(&public_url),
-        };
+            it.required_address("SVC_NODE_PUBLIC_URL", "the URL under which agents reach the node API", AgentApiUrl::parse);
+        let own_terminals = public_url.as_ref().map(TerminalUrl::at);
+        let terminal_url = it.optional_address(TERMINAL_URL, TerminalUrl::parse).or(own_terminals);
+        let terminal_origins = terminal_origins(it);
+        let public_url = public_url.map(|url| url.as_str().to_owned()).unwrap_or_default();
         let tls = tls_files(it);
         let notification_ca = mail::notification_ca(it);
         let bootstrap_verifier_keys = it.list(VERIFIER_KEYS);
@@ -197,13 +196,13 @@ impl Config {
             webhook_listen: it.address(WEBHOOK_LISTEN.0, WEBHOOK_LISTEN.1),
             operations_listen: it.address(OPERATIONS_LISTEN.0, OPERATIONS_LISTEN.1),
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),
-            terminal_url,
-            terminal_origins: it.list("SVC_TERMINAL_ORIGINS"),
+            terminal_url: terminal_url.map(|url| url.as_str().to_owned()).unwrap_or_default(),
+            terminal_origins,
             mail: mail::mail(it, notification_ca.as_deref(), &public_url),
             notification_allowed: it.networks("SVC_NOTIFICATION_ALLOWED_CIDRS"),
             notification_ca,
             public_url,
-            node_public_url,
+            node_public_url: node_public_url.map(|url| url.as_str().to_owned()).unwrap_or_default(),
             tls_cert: tls.certificate,
             tls_key: tls.key,
             tls_ca: tls.authorities,
@@ -232,6 +231,7 @@ pub(crate) const WEBHOOK_LISTEN: (&str, &str) = ("SVC_WEBHOOK_LISTEN", "0.0.0.0:
 pub(crate) const OPERATIONS_LISTEN: (&str, &str) = ("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464");
 
 const TERMINAL_URL: &str = "SVC_TERMINAL_URL";
+const TERMINAL_ORIGINS: &str = "SVC_TERMINAL_ORIGINS";
 const VERIFIER_KEYS: &str = "NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS";
 
 /// An instant in RFC 3339's form, where the variable is set.
@@ -312,9 +312,11 @@ fn trust_domain(variables: &mut Variables<'_>) -> Option<TrustDomain> {
     parsed
 }
 
-/// The gateway at the public URL.
-fn terminal_url(public_url: &str) -> String {
-    format!("{}{}", public_url.trim_end_matches('/').replacen("http", "ws", 1), edge::terminal_gateway::PATH)
+/// Pages of these may open terminals, beside the public URL's.
+fn terminal_origins(variables: &mut Variables<'_>) -> Vec<String> {
+    let listed = variables.list(TERMINAL_ORIGINS);
+    let read = listed.iter().filter_map(|text| variables.check_address(TERMINAL_ORIGINS, text, PageOrigin::parse));
+    read.map(|origin| origin.as_str().to_owned()).collect()
 }
 
 fn default_member_name() -> String {
@@ -354,7 +356,7 @@ mod tests {
             "SVC_NATS_URL is no URL",
             "SVC_KEK_FILE is not set",
             "SVC_TRUST_DOMAIN is \"GPU\"",
-            "SVC_PUBLIC_URL is \"gpu.example\"",
+            "SVC_PUBLIC_URL: \"gpu.example\" names no scheme; it must be like https://gpu.example:8443",
             "SVC_NODE_PUBLIC_URL is not set",
             "SVC_TLS_CERT_PATH is not set",
             "SVC_TLS_KEY_PATH is /nowhere/tls.key, which cannot be read (No such file",
@@ -374,8 +376,36 @@ mod tests {
         assert!(!problems.concat().contains("hunter2"));
     }
 
+    /// Whatever else is missing, a wrong address is one problem that names its variable and the form that it needs.
     #[test]
-    fn terminal_url_defaults_to_the_public_url() {
-        assert_eq!(terminal_url("https://gpu.example/"), "wss://gpu.example/ws/v1/terminal");
+    fn addresses_that_are_nearly_right_are_refused_by_name_and_form() {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        for (name, text, why, form) in [
+            ("SVC_PUBLIC_URL", "http://gpu.example", "begins with http://", "https://gpu.example:8443"),
+            ("SVC_PUBLIC_URL", "https://0.0.0.0:8443", "listener", "https://gpu.example:8443"),
+            ("SVC_PUBLIC_URL", "https://gpu.example/gpuaas", "has the path", "https://gpu.example:8443"),
+            ("SVC_PUBLIC_URL", "\"https://gpu.example\"", "quotes", "https://gpu.example:8443"),
+            ("SVC_NODE_PUBLIC_URL", "http://127.0.0.1:9443", "begins with http://", "https://nodes.example:9443"),
+            ("SVC_NODE_PUBLIC_URL", "https://nodes.example ", "blank", "https://nodes.example:9443"),
+            ("SVC_TERMINAL_URL", "wss://gpu.example", "does not end in the path", "/ws/v1/terminal"),
+            ("SVC_TERMINAL_URL", "https://gpu.example/ws/v1/terminal", "begins with https://", "wss://"),
+            ("SVC_TERMINAL_ORIGINS", "https://portal.example, https://b.example/", "as browsers send it", "origin"),
+            ("SVC_LOG_STORE_URL", "https://ops:hunter2@logs.example", "a user or a password", "https://service.example"),
+            ("SVC_ALERTMANAGER_URL", "https://alerts.example#a", "fragment", "https://service.example"),
+            ("MAAS_API_BASE_URL", "maas.example/MAAS", "names no scheme", "https://service.example"),
+            ("SVC_PAYMENTS_API_BASE", "https://api.stripe.com?a=b", "query", "https://service.example"),
+            ("SVC_PAYMENTS_SCRIPT_URL", "js.stripe.com/v3/", "names no scheme", "https://service.example"),
+        ] {
+            let others = [
+                ("MAAS_API_TOKEN", "consumer:token:s3cret"),
+                ("MAAS_API_BASE_URL", "https://maas.example/MAAS"),
+                ("SVC_PAYMENTS_SECRET_KEY", "sk_test_0123456789"),
+                ("SVC_PAYMENTS_WEBHOOK_SECRETS", "whsec_0123456789abcdef"),
+            ];
+            let problems = problems_of(&[&[(name, text)], others.as_slice()].concat());
+            let named: Vec<_> = problems.iter().filter(|problem| problem.starts_with(&format!("{name}: "))).collect();
+            assert!(named.len() == 1 && named[0].contains(why) && named[0].contains(form), "{name}={text}: {problems:#?}");
+            assert!(!named[0].contains("hunter2"), "{named:?}");
+        }
     }
 }

@@ -21,6 +21,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer};
 use tracing_subscriber::registry::LookupSpan;
+use wire::address::CollectorUrl;
 
 /// Spans that may wait for the collector.
 const QUEUE: usize = 8192;
@@ -63,6 +64,7 @@ pub fn configured(
     if ENDPOINTS.iter().all(|name| set(name).is_none()) {
         return Ok(None);
     }
+    check_addresses(&environment)?;
     let ratio = sampling_ratio(&environment)?;
     let client = client_builder(None).map_err(anyhow::Error::msg)?.timeout(EXPORT_TIMEOUT).build()?;
     let mut exporter = SpanExporter::builder()
@@ -83,12 +85,23 @@ pub fn configured(
     Ok(Some((collecting, TraceExporter { from: Mutex::new(from), exporter, exported, dropped, sampling })))
 }
 
-/// Checks the sampler's variable.
+/// Checks the variables of the sampler and of the collector's address.
 ///
 /// # Errors
-/// Where it is no share.
+/// Where one of them cannot be used.
 pub fn check(environment: impl Fn(&str) -> Option<String>) -> anyhow::Result<()> {
+    check_addresses(&environment)?;
     sampling_ratio(&environment).map(drop)
+}
+
+/// The library adds `/v1/traces` to the first, and takes a text that is no address as none.
+fn check_addresses(environment: &impl Fn(&str) -> Option<String>) -> anyhow::Result<()> {
+    for name in ENDPOINTS {
+        if let Some(text) = environment(name).filter(|value| !value.trim().is_empty()) {
+            CollectorUrl::parse(&text).map_err(|error| anyhow::anyhow!("{name}: {error}"))?;
+        }
+    }
+    Ok(())
 }
 
 fn sampling_ratio(environment: &impl Fn(&str) -> Option<String>) -> anyhow::Result<f64> {
@@ -305,6 +318,19 @@ mod tests {
             otel.parent = trace.parent_to_export(),
             http.response.status_code = tracing::field::Empty,
         )
+    }
+
+    #[test]
+    fn address_of_a_collector_that_is_nearly_right_is_named() {
+        for good in ["http://otel:4318", "https://otel.example/tenant"] {
+            check(|name| (name == ENDPOINTS[0]).then(|| good.to_owned())).unwrap();
+        }
+        for wrong in ["otel:4318", "grpc://otel:4317", "\"http://otel:4318\"", "http://otel:4318 ", "http://0.0.0.0:4318"] {
+            for endpoint in ENDPOINTS {
+                let error = check(|name| (name == endpoint).then(|| wrong.to_owned())).unwrap_err().to_string();
+                assert!(error.starts_with(&format!("{endpoint}: ")) && error.contains("http://collector"), "{error}");
+            }
+        }
     }
 
     #[test]

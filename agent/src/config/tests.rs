@@ -162,7 +162,7 @@ fn missing_or_invalid_settings_are_reported_with_the_remedy() {
         assert!(error.contains(name) && error.contains("bundle"), "{error}");
     }
     let plain = whole.replace("https://", "http://");
-    assert!(matches!(gather(folder.path(), &plain), Err(AgentConfigError::Value { name: "SVC_API_URL", .. })));
+    assert!(matches!(gather(folder.path(), &plain), Err(AgentConfigError::Address { name: "SVC_API_URL", .. })));
     assert!(matches!(gather(folder.path(), "A=$(b)"), Err(AgentConfigError::EnvFile { .. })));
     let flags = Flags { env_file: Some(folder.path().join("absent")), ..Flags::default() };
     assert!(matches!(AgentConfig::gather(&flags, |_| None), Err(AgentConfigError::NoEnvFile(_))));

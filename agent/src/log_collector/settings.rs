@@ -2,8 +2,8 @@
 
 use crate::atomic_file::{self, FileError};
 use crate::config::{AgentConfig, AgentConfigError, Flags, Sources};
-use reqwest::Url;
 use std::path::PathBuf;
+use wire::address::{AddressError, AgentApiUrl};
 use wire::bundle::names;
 use wire::package::{DEFAULT_UNIT, is_service_unit};
 
@@ -47,8 +47,8 @@ pub enum CollectorConfigError {
         .0.display()
     )]
     MissingCaFile(PathBuf),
-    #[error("{ENDPOINT} is not an https URL without query and fragment")]
-    Endpoint,
+    #[error("{ENDPOINT}: {0}")]
+    Endpoint(AddressError),
     #[error("{ENDPOINT} ends in {PUSH_PATH}, which the collector adds itself; leave that away, so that it is {base}")]
     PushEndpoint { base: String },
     #[error("{SPOOL_MIB} is not a whole number from 1 to {SPOOL_MIB_MAX}")]
@@ -109,11 +109,8 @@ fn ca_file(path: PathBuf) -> Result<String, CollectorConfigError> {
 
 /// The gateway's base, without a trailing slash.
 fn endpoint(text: &str) -> Result<String, CollectorConfigError> {
-    let url = Url::parse(text)
-        .ok()
-        .filter(|url| url.scheme() == "https" && url.has_host() && url.query().is_none() && url.fragment().is_none());
-    let url = url.ok_or(CollectorConfigError::Endpoint)?;
-    let base = url.as_str().trim_end_matches('/');
+    let url = AgentApiUrl::parse(text).map_err(CollectorConfigError::Endpoint)?;
+    let base = url.as_str();
     match base.strip_suffix(PUSH_PATH) {
         Some(base) => Err(CollectorConfigError::PushEndpoint { base: base.to_owned() }),
         None => Ok(base.to_owned()),
@@ -142,7 +139,7 @@ mod tests {
         }
         assert_eq!(endpoint("https://n.example/a/").unwrap(), "https://n.example/a");
         for text in ["http://n.example", "n.example", "https://n.example/?insecure=1", "file:///etc/passwd", ""] {
-            assert!(matches!(endpoint(text), Err(CollectorConfigError::Endpoint)), "{text}");
+            assert!(matches!(endpoint(text), Err(CollectorConfigError::Endpoint(_))), "{text}");
         }
     }
 

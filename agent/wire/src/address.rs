@@ -33,8 +33,10 @@ impl std::error::Error for AddressError {}
 struct Rules {
     form: &'static str,
     scheme: &'static str,
-    /// The same scheme without TLS, for this machine alone; none where TLS is needed there too.
+    /// The same scheme without TLS, for this machine; none where TLS is needed there too.
     local_scheme: Option<&'static str>,
+    /// Whether the scheme without TLS is for other machines too.
+    is_plain_anywhere: bool,
     path: PathRule,
 }
 
@@ -65,6 +67,10 @@ pub struct TerminalUrl(String);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageOrigin(String);
 
+/// A collector of traces, which a network of the operator's own may reach without TLS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CollectorUrl(String);
+
 /// The path of the gateway for terminals.
 pub const TERMINAL_PATH: &str = "/ws/v1/terminal";
 
@@ -72,6 +78,7 @@ const SERVICE: Rules = Rules {
     form: "like https://service.example:8443/path, without user, query and fragment (http:// only on this machine)",
     scheme: "https",
     local_scheme: Some("http"),
+    is_plain_anywhere: false,
     path: PathRule::Any,
 };
 const PUBLIC: Rules = Rules {
@@ -84,10 +91,16 @@ const AGENT_API: Rules = Rules {
     local_scheme: None,
     ..SERVICE
 };
+const COLLECTOR: Rules = Rules {
+    form: "like https://collector.example:4318 or http://collector.example:4318, without user, query and fragment",
+    is_plain_anywhere: true,
+    ..SERVICE
+};
 const TERMINAL: Rules = Rules {
     form: "like wss://terminals.example/ws/v1/terminal, with this path at its end (ws:// only on this machine)",
     scheme: "wss",
     local_scheme: Some("ws"),
+    is_plain_anywhere: false,
     path: PathRule::EndsWith(TERMINAL_PATH),
 };
 const ORIGIN: Rules = Rules {
@@ -137,6 +150,19 @@ impl AgentApiUrl {
     }
 
     /// Without a slash at its end.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl CollectorUrl {
+    /// # Errors
+    /// What of the text is wrong.
+    pub fn parse(text: &str) -> Result<Self, AddressError> {
+        COLLECTOR.check(text).map(|_| Self(text.to_owned()))
+    }
+
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -205,7 +231,8 @@ impl Rules {
         let url = Url::parse(text).map_err(|error| self.refuse(text, format!("cannot be read ({error})")))?;
         let host = url.host().ok_or_else(|| self.refuse(text, "names no host"))?;
         let is_local = is_this_machine(&host);
-        let is_allowed = url.scheme() == self.scheme || (is_local && Some(url.scheme()) == self.local_scheme);
+        let is_plain_allowed = is_local || self.is_plain_anywhere;
+        let is_allowed = url.scheme() == self.scheme || (is_plain_allowed && Some(url.scheme()) == self.local_scheme);
         if !is_allowed {
             return refuse(&format!("begins with {}://", scheme.to_ascii_lowercase()));
         }
@@ -345,6 +372,8 @@ mod tests {
         for terminal in ["wss://t.example/ws/v1/terminal", "wss://t.example:444/gpu/ws/v1/terminal"] {
             assert_eq!(TerminalUrl::parse(terminal).unwrap().as_str(), terminal);
         }
+        assert_eq!(CollectorUrl::parse("http://otel:4318").unwrap().as_str(), "http://otel:4318");
+        assert!(CollectorUrl::parse("otel:4318").unwrap_err().to_string().contains("http://collector.example"));
         assert_eq!(AgentApiUrl::parse("https://10.0.0.1:9443/").unwrap().as_str(), "https://10.0.0.1:9443");
         assert_eq!(PageOrigin::parse("https://portal.example:8443").unwrap().as_str(), "https://portal.example:8443");
     }

@@ -13,7 +13,21 @@ const MAX_BUNDLE_BYTES: u64 = 1024 * 1024;
 /// Checks an address that tokens and passwords are sent to: HTTPS, or the loopback interface.
 pub(crate) fn address(text: &str) -> Result<Url, Failure> {
     let wrong = |why: &str| Failure::usage(format!("`{text}` is no address of a server: {why}"));
+    let is_quote = |it: char| matches!(it, '"' | '\'' | '“' | '”' | '‘' | '’');
+    if text.starts_with(is_quote) || text.ends_with(is_quote) {
+        return Err(wrong("it is in quotes; write it without them"));
+    }
+    if text.contains(char::is_whitespace) {
+        return Err(wrong("it has a blank"));
+    }
+    if !text.contains("://") {
+        return Err(wrong("it must begin with https://"));
+    }
     let url = Url::parse(text).map_err(|error| wrong(&error.to_string()))?;
+    let host = url.host_str().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
+    if host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified()) {
+        return Err(wrong("its host is where a server listens, and none that a client connects to"));
+    }
     match url.scheme() {
         _ if url.host_str().is_none() => Err(wrong("it names no host")),
         _ if !url.username().is_empty() || url.password().is_some() => Err(wrong("it must hold no credentials")),
@@ -116,6 +130,11 @@ mod tests {
             "gpu.example",
             "https://user:secret@gpu.example",
             "file:///etc/passwd",
+            " https://gpu.example",
+            "\"https://gpu.example\"",
+            "https:gpu.example",
+            "https://0.0.0.0:8443",
+            "https://[::]:8443",
             "",
         ] {
             assert_eq!(address(bad).unwrap_err().exit_status.code(), 2, "{bad}");

@@ -12,7 +12,7 @@ mod tests;
 pub use api_key::{ApiKey, ApiKeyError};
 pub use error::MaasError;
 
-use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, read_bounded_body};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use reqwest::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
@@ -24,6 +24,7 @@ use std::time::Duration;
 use thiserror::Error;
 use tokio::sync::OnceCell;
 use tokio::time::timeout;
+use wire::address::{AddressError, ServiceUrl};
 
 /// The path of the API, below the address of the server.
 const API_PATH: &str = "/api/2.0/";
@@ -53,10 +54,8 @@ pub struct MaasSettings {
 /// Why the client could not be built.
 #[derive(Debug, Error)]
 pub enum MaasSettingsError {
-    #[error("{0} is no https address (http only on this machine)")]
-    Insecure(String),
-    #[error("{0} already ends in the path of the API, which is added to it; leave {API_PATH} out")]
-    HasApiPath(String),
+    #[error("{0}")]
+    Address(AddressError),
     #[error("the client for the bare-metal provider cannot be made: {0}")]
     Client(String),
 }
@@ -113,13 +112,13 @@ impl Maas {
     /// # Errors
     /// Where the address is not on HTTPS or has the path of the API, or the authorities cannot be read.
     pub fn new(settings: MaasSettings) -> Result<Self, MaasSettingsError> {
-        let base = settings.base_url.trim_end_matches('/');
-        let shown = || base.chars().take(200).collect();
-        if base.ends_with(API_PATH.trim_end_matches('/')) {
-            return Err(MaasSettingsError::HasApiPath(shown()));
+        let base = ServiceUrl::parse(&settings.base_url).map_err(MaasSettingsError::Address)?;
+        if base.as_str().ends_with(API_PATH.trim_end_matches('/')) {
+            let why = format!("already ends in the path of the API, which is added to it; leave {API_PATH} out");
+            return Err(MaasSettingsError::Address(base.refuse(why)));
         }
-        let api = Url::parse(&format!("{base}{API_PATH}")).ok().filter(|_| is_secure(base));
-        let api = api.ok_or_else(|| MaasSettingsError::Insecure(shown()))?;
+        let api = Url::parse(&format!("{}{API_PATH}", base.as_str()));
+        let api = api.map_err(|error| MaasSettingsError::Client(error.to_string()))?;
         let client = client_builder(settings.authorities_pem.as_deref()).map_err(MaasSettingsError::Client)?;
         let client = client.connect_timeout(settings.timeout).build();
         let client = client.map_err(|error| MaasSettingsError::Client(error.to_string()))?;

@@ -11,12 +11,13 @@ use reqwest::{Client, Method, StatusCode, Url};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
+use wire::address::{AddressError, ServiceUrl};
 
 use super::{
     Checkout, Dispute, OpenedCheckout, PriorCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
     ProcessorPayment, ProcessorRefundRecord, RefundRequest,
 };
-use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, read_bounded_body};
 use domain::PaymentId;
 use domain::money::Currency;
 use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session};
@@ -67,8 +68,8 @@ pub enum CheckoutPage {
 /// Why the client could not be built.
 #[derive(Debug, Error)]
 pub enum StripeError {
-    #[error("{0} is no https address (http only on this machine)")]
-    Insecure(String),
+    #[error("{0}")]
+    Address(AddressError),
     #[error("the client for the payment processor cannot be made: {0}")]
     Client(String),
 }
@@ -85,9 +86,8 @@ impl Stripe {
     /// # Errors
     /// Where the address is not on HTTPS, or the authorities cannot be read.
     pub fn new(settings: StripeSettings) -> Result<Self, StripeError> {
-        let base = settings.api_base.trim_end_matches('/');
-        let insecure = || StripeError::Insecure(base.chars().take(200).collect());
-        let base = Url::parse(base).ok().filter(|_| is_secure(base)).ok_or_else(insecure)?;
+        let base = ServiceUrl::parse(&settings.api_base).map_err(StripeError::Address)?;
+        let base = Url::parse(base.as_str()).map_err(|error| StripeError::Client(error.to_string()))?;
         let client = client_builder(settings.authorities_pem.as_deref()).map_err(StripeError::Client)?;
         let client = client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).build();
         let client = client.map_err(|error| StripeError::Client(error.to_string()))?;

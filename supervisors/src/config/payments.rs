@@ -11,6 +11,7 @@ use secrecy::SecretString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
+use wire::address::ServiceUrl;
 
 const SECRET_KEY: &str = "SVC_PAYMENTS_SECRET_KEY";
 const WEBHOOK_SECRETS: &str = "SVC_PAYMENTS_WEBHOOK_SECRETS";
@@ -116,12 +117,14 @@ pub(super) fn payments(variables: &mut Variables<'_>) -> Option<PaymentsConfig> 
         api_base: variables.optional(API_BASE).unwrap_or_else(|| "https://api.stripe.com".to_owned()),
         checkout,
         publishable_key,
-        script_url: variables.optional(SCRIPT_URL).unwrap_or_else(|| "https://js.stripe.com/v3/".to_owned()),
+        script_url: script_url(variables),
         ca: variables.optional_certificates(CA),
         reconciles_every: reconciles_every(variables),
         currency: currency?,
     };
-    if let Err(error) = payments.open() {
+    if variables.check_address(API_BASE, &payments.api_base, ServiceUrl::parse).is_some()
+        && let Err(error) = payments.open()
+    {
         variables.wrong(format!("{error:#}"));
     }
     Some(payments)
@@ -136,6 +139,13 @@ fn webhook_secrets(variables: &mut Variables<'_>) -> Option<WebhookSecrets> {
         variables.wrong(format!("{WEBHOOK_SECRETS} cannot be used: each secret needs 16 characters or more"));
     }
     parsed
+}
+
+/// As it is written: a script's address may end in a slash.
+fn script_url(variables: &mut Variables<'_>) -> String {
+    let Some(text) = variables.optional(SCRIPT_URL) else { return "https://js.stripe.com/v3/".to_owned() };
+    variables.check_address(SCRIPT_URL, &text, ServiceUrl::parse);
+    text
 }
 
 fn reconciles_every(variables: &mut Variables<'_>) -> Duration {

@@ -5,6 +5,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use wire::address::AddressError;
 
 /// One variable that is missing or wrong, with what it must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,25 +135,26 @@ impl<'a> Variables<'a> {
         for text in self.list(name) {
             match text.parse() {
                 Ok(network) => networks.push(network),
-                Err(_) => self.wrong(format!("{name}: {text:?} is no network such as 10.0.0.0/8")),
+                Err(_) => self.wrong(format!("{name}: {text:?} is no network such as 10.0.0.0/8, or 10.0.0.7/32 for one address")),
             }
         }
         networks
     }
 
-    /// A URL of one of these schemes. Messages quote it, since none of these variables holds credentials.
-    pub(super) fn url(&mut self, name: &str, what: &str, schemes: &[&str]) -> String {
+    /// An address of the kind that `parse` reads; `None` where it is missing or wrong, which is a problem.
+    pub(super) fn required_address<T>(&mut self, name: &str, what: &str, parse: AddressParser<T>) -> Option<T> {
         let text = self.required(name, what);
-        self.check_url(name, &text, schemes);
-        text
+        if text.is_empty() { None } else { self.check_address(name, &text, parse) }
     }
 
-    pub(super) fn check_url(&mut self, name: &str, text: &str, schemes: &[&str]) {
-        let is_one = reqwest::Url::parse(text).is_ok_and(|url| schemes.contains(&url.scheme()) && url.has_host());
-        if !text.is_empty() && !is_one {
-            let schemes: Vec<_> = schemes.iter().map(|scheme| format!("{scheme}://")).collect();
-            self.wrong(format!("{name} is {text:?}; it must be a URL that begins with {}", schemes.join(" or ")));
-        }
+    /// As there, where it may be missing.
+    pub(super) fn optional_address<T>(&mut self, name: &str, parse: AddressParser<T>) -> Option<T> {
+        let text = self.optional(name)?;
+        self.check_address(name, &text, parse)
+    }
+
+    pub(super) fn check_address<T>(&mut self, name: &str, text: &str, parse: AddressParser<T>) -> Option<T> {
+        parse(text).map_err(|error| self.wrong(format!("{name}: {error}"))).ok()
     }
 
     /// The path of a file and its text. The text is empty where the file cannot be read.
@@ -202,6 +204,9 @@ impl<'a> Variables<'a> {
         String::new()
     }
 }
+
+/// Reads an address of one kind.
+pub(super) type AddressParser<T> = fn(&str) -> Result<T, AddressError>;
 
 /// The items of a list with commas.
 pub(super) fn items(text: &str) -> Vec<String> {
