@@ -5,6 +5,7 @@
 
 use chrono::{DateTime, Utc};
 use domain::money::Currency;
+use domain::payment::Presentment;
 use domain::{PaymentId, RefundId};
 use futures::future::BoxFuture;
 use secrecy::{ExposeSecret as _, SecretString};
@@ -25,6 +26,10 @@ pub trait Processor: Send + Sync + 'static {
 
     /// The state of a payment, by any id that the processor has for it; `None` where the id is unknown.
     fn payment<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>>;
+
+    /// What was ordered under the payment of this id, in the terms of the order: the processor may have charged another currency for it.
+    /// `None` where it has no order of its own.
+    fn order<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>>;
 
     /// Cancels an unpaid payment and returns its state, which may be paid.
     fn cancel<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>>;
@@ -135,6 +140,8 @@ pub struct ProcessorPayment {
     pub payment_id: Option<PaymentId>,
     pub amount_minor: i64,
     pub currency: Currency,
+    /// What the payer saw and paid, where the processor has converted the amount.
+    pub presented: Option<Presentment>,
     pub status: ProcessorPaymentStatus,
 }
 

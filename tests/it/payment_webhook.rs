@@ -225,6 +225,62 @@ async fn event_that_contradicts_its_payment_waits_for_an_operator_and_posts_noth
     cluster.shutdown().await;
 }
 
+/// Stripe's Adaptive Pricing: the payer pays in the currency of their country.
+#[tokio::test(flavor = "multi_thread")]
+async fn payment_in_another_currency_is_credited_as_ordered_or_under_review_until_an_operator_settles_it() {
+    let fake_processor = FakeProcessor::start().await;
+    let cluster =
+        fake_processor.configure(TestCluster::builder().policy("billing.webhook_max_attempts", 1)).start().await;
+    let in_pounds = |id: &str, payment| {
+        let mut paid = intent(id, payment, 4_200, "succeeded");
+        paid["currency"] = json!("gbp");
+        paid
+    };
+    // Its session explains what was charged: as many events as there may be credit it once.
+    let converted = cluster.insert_open_payment("user", 5_000, "cs_1").await;
+    let session = json!({
+        "id": "cs_1", "object": "checkout.session", "status": "complete", "payment_status": "paid",
+        "payment_intent": "pi_1", "amount_total": 4_200, "currency": "gbp", "metadata": { "payment_id": converted.0.to_string() },
+        "currency_conversion": {
+            "amount_subtotal": 5_000, "amount_total": 5_000, "fx_rate": "0.84",
+            "source_currency": tests::cluster::CURRENCY.to_lowercase(),
+        },
+    });
+    let list = json!({ "object": "list", "data": [session], "has_more": false });
+    fake_processor.set_object("/v1/checkout/sessions", list);
+    cluster.deliver(0, &event("evt_1", "payment_intent.succeeded", &in_pounds("pi_1", converted))).await.ok();
+    wait_for_event(&cluster, "evt_1", "processed").await;
+    cluster.deliver(0, &event("evt_2", "checkout.session.completed", &session)).await.ok();
+    wait_for_event(&cluster, "evt_2", "processed").await;
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    let shown = cluster.user.get(&format!("/api/v1/billing/payments/{}", converted.0)).await.ok();
+    assert_eq!(shown["presented"], json!({ "amount_minor": 4_200, "currency": "GBP" }));
+
+    // No session explains this one.
+    let other = cluster.insert_open_payment("user", 5_000, "pi_2").await;
+    let path = format!("/api/v1/billing/payments/{}", other.0);
+    cluster.deliver(0, &event("evt_3", "payment_intent.succeeded", &in_pounds("pi_2", other))).await.ok();
+    let dead = wait_for_event(&cluster, "evt_3", "dead").await;
+    let shown = cluster.user.get(&path).await.ok();
+    assert_eq!(shown["state"], "under_review", "{shown}");
+    let reason = shown["reason"].as_str().unwrap();
+    assert!(reason.contains("42.00 GBP") && reason.contains("50.00") && reason.contains("operator"), "{reason}");
+    let refused = cluster.user.post(&format!("{path}/cancel"), &json!({})).await;
+    assert!(refused.expect_error(409, "state_conflict").body["message"].as_str().unwrap().contains("operator"));
+    let why = json!({ "reason": "credited by hand" });
+    let event_id = dead["id"].as_str().unwrap();
+    cluster.admin.post(&format!("{EVENTS}/{event_id}/retry"), &why).await.ok();
+    wait_for_event(&cluster, "evt_3", "dead").await;
+    cluster.admin.post(&format!("{EVENTS}/{event_id}/dismiss"), &why).await.ok();
+    cluster.user.wait_until(&path, "the review ends", |payment: &Value| payment["state"] == "canceled").await;
+    // The processor reports it again.
+    cluster.deliver(0, &event("evt_4", "payment_intent.succeeded", &in_pounds("pi_2", other))).await.ok();
+    wait_for_event(&cluster, "evt_4", "dead").await;
+    assert_eq!(cluster.user.get(&path).await.ok()["state"], "canceled");
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    cluster.shutdown().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn crash_between_receipt_and_processing_of_an_event_loses_nothing() {
     let fake_processor = FakeProcessor::start().await;

@@ -58,7 +58,7 @@ pub(crate) struct Payments {
     /// Administrators: those into this account.
     #[arg(long, value_name = "ID|USER", add = completion::of(&ACCOUNT))]
     account: Option<Ref>,
-    /// Those in this state: created, open, paid, deposited, refused, canceled, expired.
+    /// Those in this state: created, open, paid, deposited, refused, under_review, canceled, expired.
     #[arg(long)]
     state: Option<String>,
     /// Show at most this many.
@@ -278,7 +278,7 @@ async fn wait_until_deposited(id: Uuid, limit: Duration, api: &Api) -> Result<()
                 progress.step(&so);
                 last = so;
             }
-            if matches!(state, "deposited" | "refused" | "canceled" | "expired") {
+            if matches!(state, "deposited" | "refused" | "under_review" | "canceled" | "expired") {
                 return Ok::<Value, Failure>(found);
             }
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -298,6 +298,10 @@ async fn wait_until_deposited(id: Uuid, limit: Duration, api: &Api) -> Result<()
         Some("refused") => {
             let why = found["reason"].as_str().unwrap_or("the account cannot have it");
             Err(Failure::new(ExitStatus::Refused, format!("what was paid goes back to its payer: {why}")))
+        }
+        Some("under_review") => {
+            let why = found["reason"].as_str().unwrap_or("an operator settles what was paid");
+            Err(Failure::new(ExitStatus::Refused, why.to_owned()).next(format!("Look again: gpuctl billing payment {id}")))
         }
         state => Err(Failure::new(ExitStatus::Refused, format!("nothing was paid: it is {}", state.unwrap_or("lost")))),
     }

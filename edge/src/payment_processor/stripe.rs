@@ -190,6 +190,16 @@ impl Stripe {
         intent.map(Intent::into_record).transpose()
     }
 
+    /// The session of an intent. Intents that we make on a page of our own have none, and no conversion.
+    async fn find_order(&self, processor_id: &str) -> Result<Option<ProcessorPayment>, ProcessorError> {
+        let query = [("payment_intent", segment(processor_id)?), ("limit", "1")];
+        match self.get::<List<Session>>("/v1/checkout/sessions", &query).await {
+            Ok(page) => page.data.into_iter().next().map(Session::into_record).transpose(),
+            Err(ProcessorError::Refused { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     async fn cancel_or_expire(&self, processor_id: &str) -> Result<Option<ProcessorPayment>, ProcessorError> {
         let (of, how) = if objects::is_session(processor_id) {
             ("/v1/checkout/sessions", "expire")
@@ -428,6 +438,10 @@ impl Processor for Stripe {
 
     fn payment<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
         self.fetch_payment(processor_id).boxed()
+    }
+
+    fn order<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
+        self.find_order(processor_id).boxed()
     }
 
     fn cancel<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
-//!    └────────not opened────────────┴──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
+//!    └────────not opened────────────┼──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
+//!                                   └──paid otherwise──▶ under_review ──settled by an operator──▶ canceled
 //! ```
 //!
 //! Money that arrives after an end counts as any other. Messages of the processor arrive late, twice, in any order or never; each fact is
@@ -12,10 +13,12 @@
 //! resent until it is answered.
 
 mod fact;
+mod presentment;
 mod processor_calls;
 mod refund;
 mod request;
 mod reversal;
+mod review;
 #[cfg(test)]
 mod tests;
 
@@ -32,9 +35,10 @@ use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timesta
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub use fact::Fact;
+pub use presentment::Presentment;
 pub use processor_calls::ProcessorCall;
 pub use refund::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
 pub use request::Request;
@@ -71,6 +75,12 @@ pub struct Payment {
     pub refunds: BTreeMap<RefundId, Refund>,
     /// The reversals at the processor, by the processor's ids.
     pub reversals: BTreeMap<String, Reversal>,
+    /// What the payer saw and paid, where the processor has converted the amount.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub presented: Option<Presentment>,
+    /// The processor's ids of money that was paid otherwise than ordered, and that an operator has settled: it is never credited.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub settled: BTreeSet<String>,
     /// When outstanding requests are resent.
     pub again: Option<ResendTimer>,
     pub created_at: Timestamp,
@@ -109,6 +119,14 @@ pub enum Phase {
         paid_at: Timestamp,
         at: Timestamp,
         why: String,
+    },
+    /// The processor was paid in another amount or currency than was ordered: an operator settles it.
+    UnderReview {
+        at: Timestamp,
+        /// The processor's id of what was paid.
+        processor_id: String,
+        amount_minor: i64,
+        currency: Currency,
     },
     Canceled {
         at: Timestamp,
@@ -203,6 +221,15 @@ impl state_machine::Rejection for Rejection {
             )
             .limited_by(PolicyKey::BillingMaximumDeposit, max)
             .detail("minimum", min),
+            Self::Over { state: state @ PhaseName::UnderReview } => Explanation::conflict(
+                "The payment processor was paid in another amount or currency than was ordered, and an operator settles it. Do not pay \
+                 again; GET /api/v1/billing/payments/{id} shows what becomes of it.",
+            )
+            .detail("state", state.into_str()),
+            Self::AlreadyPaid { state: state @ PhaseName::UnderReview } => Explanation::conflict(
+                "The payment was paid in another amount or currency than was ordered: an operator settles it, and it cannot be canceled.",
+            )
+            .detail("state", state.into_str()),
             Self::Over { state } => {
                 Explanation::conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key."))
                     .detail("state", state.into_str())
@@ -284,6 +311,10 @@ impl Machine for Payment {
                 refunds.chain(self.reversals.values().filter_map(Reversal::deadline)).min_by_key(|deadline| deadline.at)
             }
             Phase::Refused { at, .. } => self.deadline_of_refused(at),
+            // Overdue from its start on: nothing follows by itself.
+            Phase::UnderReview { at, .. } => {
+                Some(Deadline::new(at, "an operator is to settle what was paid in another amount or currency"))
+            }
             // A reversal of an unpaid payment waits for the payment, which has its own deadline.
             Phase::Canceled { .. } | Phase::Expired { .. } => None,
         }
@@ -302,7 +333,7 @@ impl Machine for Payment {
     /// A refund or a reversal of it may be in a transient state too.
     fn is_transient(&self) -> bool {
         match self.phase {
-            Phase::Created { .. } | Phase::Open { .. } | Phase::Paid { .. } => true,
+            Phase::Created { .. } | Phase::Open { .. } | Phase::Paid { .. } | Phase::UnderReview { .. } => true,
             Phase::Deposited { .. } | Phase::Refused { .. } => !self.is_settled(),
             Phase::Canceled { .. } | Phase::Expired { .. } => false,
         }
@@ -334,6 +365,8 @@ impl Payment {
                     declined: None,
                     refunds: BTreeMap::new(),
                     reversals: BTreeMap::new(),
+                    presented: None,
+                    settled: BTreeSet::new(),
                     again: Some(ResendTimer::first(ctx.now)),
                     created_at: ctx.now,
                 };
@@ -377,9 +410,11 @@ impl Payment {
                 Ok(self.transition(next, "the payer can pay", ctx))
             }
             // The first one counts; a worker that opened another one sees that here, and cancels it.
-            Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
-                Ok(Transition::stay(self.shown()))
-            }
+            Phase::Open { .. }
+            | Phase::Paid { .. }
+            | Phase::Deposited { .. }
+            | Phase::Refused { .. }
+            | Phase::UnderReview { .. } => Ok(Transition::stay(self.shown())),
             Phase::Canceled { .. } | Phase::Expired { .. } => {
                 Err(Rejection::Over { state: PhaseName::from(&self.phase) })
             }
@@ -404,7 +439,7 @@ impl Payment {
                 Ok(self.transition(Self { phase, ..self.clone() }, why, ctx).audit(audit))
             }
             Phase::Canceled { .. } | Phase::Expired { .. } => Ok(Transition::stay(self.shown())),
-            Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
+            Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } | Phase::UnderReview { .. } => {
                 Err(Rejection::AlreadyPaid { state: PhaseName::from(&self.phase) })
             }
         }
@@ -421,6 +456,7 @@ impl Payment {
             | Phase::Paid { .. }
             | Phase::Deposited { .. }
             | Phase::Refused { .. }
+            | Phase::UnderReview { .. }
             | Phase::Canceled { .. }
             | Phase::Expired { .. } => Transition::stay(Reply::Done),
         }
@@ -432,9 +468,16 @@ impl Payment {
         amount_minor: i64,
         currency: &Currency,
         charge_id: Option<String>,
+        presented: Option<Presentment>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        self.check_amount(self.amount_minor, amount_minor, currency)?;
+        // What was charged in another currency and is settled is the same money in the terms of the order.
+        if self.settled.contains(&processor_id) && presented.as_ref().is_some_and(|it| it.is_charged) {
+            return Ok(Transition::stay(Reply::Done));
+        }
+        if !self.was_charged_as(amount_minor, currency) {
+            self.check_amount(self.amount_minor, amount_minor, currency)?;
+        }
         if self.paid_at().is_some() {
             return self.paid_again(processor_id, charge_id, ctx);
         }
@@ -442,6 +485,7 @@ impl Payment {
             phase: Phase::Paid { at: ctx.now },
             processor_id: Some(processor_id),
             charge_id,
+            presented,
             declined: None,
             ..self.clone()
         };
@@ -517,7 +561,11 @@ impl Payment {
     pub const fn paid_at(&self) -> Option<Timestamp> {
         match self.phase {
             Phase::Paid { at } | Phase::Deposited { paid_at: at, .. } | Phase::Refused { paid_at: at, .. } => Some(at),
-            Phase::Created { .. } | Phase::Open { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => None,
+            Phase::Created { .. }
+            | Phase::Open { .. }
+            | Phase::UnderReview { .. }
+            | Phase::Canceled { .. }
+            | Phase::Expired { .. } => None,
         }
     }
 

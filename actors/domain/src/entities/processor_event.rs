@@ -367,7 +367,8 @@ impl ProcessorEvent {
         let audit = self.audit(AuditAction::ProcessorEventsDismiss, &reason);
         let next = Self { phase: Phase::Dismissed { at: ctx.now, reason }, ..self.clone() };
         let reply = next.shown();
-        Ok(Transition::to(next, reply, "an operator has dismissed it").audit(audit))
+        // What waits for the operator's word at the payment ends with it.
+        Ok(Transition::to(next, reply, "an operator has dismissed it").event(self.due()).audit(audit))
     }
 
     fn check_awaits_operator(&self) -> Result<(), Rejection> {

@@ -217,7 +217,10 @@ impl CheckoutFlow<'_> {
                 self.open(Payment::clone(&payment), before).await
             }
             (Phase::Paid { .. } | Phase::Deposited { .. }, _) => Ok(paid_view(&payment)),
-            (Phase::Refused { .. } | Phase::Canceled { .. } | Phase::Expired { .. }, _) => Err(closed_error(&payment)),
+            (
+                Phase::Refused { .. } | Phase::UnderReview { .. } | Phase::Canceled { .. } | Phase::Expired { .. },
+                _,
+            ) => Err(closed_error(&payment)),
         }
     }
 
@@ -312,6 +315,7 @@ impl CheckoutFlow<'_> {
             Phase::Paid { .. }
             | Phase::Deposited { .. }
             | Phase::Refused { .. }
+            | Phase::UnderReview { .. }
             | Phase::Canceled { .. }
             | Phase::Expired { .. } => None,
         };
@@ -328,7 +332,9 @@ impl CheckoutFlow<'_> {
         let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
         match payment.phase {
             Phase::Paid { .. } | Phase::Deposited { .. } => Ok(paid_view(&payment)),
-            Phase::Refused { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => Err(closed_error(&payment)),
+            Phase::Refused { .. } | Phase::UnderReview { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => {
+                Err(closed_error(&payment))
+            }
             Phase::Created { .. } | Phase::Open { .. } => {
                 let message = "The payment is closed at the payment processor: it was paid or canceled a moment ago. \
                                GET /api/v1/billing/payments/{id} shows which, within a minute.";

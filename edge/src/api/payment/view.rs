@@ -21,14 +21,17 @@ pub(in crate::api) struct PaymentView {
     amount_minor: i64,
     currency: String,
     /// `created`: not known to the processor; `open`: it can be paid; `paid`: the processor has it; `deposited`: it is in the account;
-    /// `refused`: the account cannot have it, being in another currency, and it goes back to its payer; `canceled`, `expired`.
+    /// `refused`: the account cannot have it, being in another currency, and it goes back to its payer; `under_review`: the processor was paid
+    /// in another amount or currency than was ordered, and an operator settles it; `canceled`, `expired`.
     state: StateName,
     /// Until when it can be paid; null once it is closed.
     pay_until: Option<DateTime<Utc>>,
     paid_at: Option<DateTime<Utc>>,
     deposited_at: Option<DateTime<Utc>>,
-    /// Why the last attempt to pay was declined, why the account cannot have it, or why it came to nothing.
+    /// Why the last attempt to pay was declined, why the account cannot have it, what is under review, or why it came to nothing.
     reason: Option<String>,
+    /// What its payer saw and paid, where the processor has converted the amount into another currency; null where it has not.
+    presented: Option<PresentedAmountView>,
     /// The part that was not refunded and is not being refunded, in minor units.
     left_minor: i64,
     /// Refunds that its payer requested, and those because the account cannot have it.
@@ -49,8 +52,18 @@ pub(in crate::api) enum StateName {
     Paid,
     Deposited,
     Refused,
+    UnderReview,
     Canceled,
     Expired,
+}
+
+/// What the payer saw and paid.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = PresentedAmount)]
+pub(in crate::api) struct PresentedAmountView {
+    /// In minor units.
+    amount_minor: i64,
+    currency: String,
 }
 
 /// Money that goes back.
@@ -119,12 +132,14 @@ impl StateName {
 
 impl PaymentView {
     pub(super) fn of(it: &Payment, account_id: Uuid) -> Self {
+        let under_review = it.review_reason();
         let (state, pay_until, deposited_at, ended) = match &it.phase {
             Phase::Created { until } => (StateName::Created, Some(*until), None, None),
             Phase::Open { until } => (StateName::Open, Some(*until), None, None),
             Phase::Paid { .. } => (StateName::Paid, None, None, None),
             Phase::Deposited { at, .. } => (StateName::Deposited, None, Some(*at), None),
             Phase::Refused { why, .. } => (StateName::Refused, None, None, Some(why)),
+            Phase::UnderReview { .. } => (StateName::UnderReview, None, None, under_review.as_ref()),
             Phase::Canceled { why, .. } => (StateName::Canceled, None, None, Some(why)),
             Phase::Expired { why, .. } => (StateName::Expired, None, None, Some(why)),
         };
@@ -139,6 +154,10 @@ impl PaymentView {
             paid_at: it.paid_at(),
             deposited_at,
             reason: ended.or(it.declined.as_ref()).cloned(),
+            presented: it.presented.as_ref().map(|presented| PresentedAmountView {
+                amount_minor: presented.amount_minor,
+                currency: presented.currency.as_str().to_owned(),
+            }),
             left_minor: it.left_minor(),
             refunds: it.refunds.iter().map(|(id, refund)| RefundView::of_payment(it, *id, refund)).collect(),
             reversals: it.reversals.iter().map(|(id, reversal)| ReversalView::of(id, reversal)).collect(),

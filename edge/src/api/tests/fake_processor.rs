@@ -164,6 +164,7 @@ impl Processor for FakeProcessor {
                 payment_id: Some(object.of),
                 amount_minor: object.amount_minor,
                 currency: Currency::parse("EUR").unwrap(),
+                presented: None,
                 status,
             }))
         }
@@ -173,6 +174,10 @@ impl Processor for FakeProcessor {
     // The routes open checkouts alone; the other calls are the workers'.
     fn payment<'a>(&'a self, _: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
         unreachable!("no route asks how a payment stands")
+    }
+
+    fn order<'a>(&'a self, _: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
+        unreachable!("no route asks for an order")
     }
 
     fn refund<'a>(&'a self, _: &'a RefundRequest) -> ProcessorFuture<'a, ProcessorRefundRecord> {

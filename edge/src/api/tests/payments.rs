@@ -36,7 +36,7 @@ pub(super) fn id_of(answer: &TestResponse) -> PaymentId {
 pub(super) async fn pay(api: &ApiHarness, processor: &FakeProcessor, id: PaymentId) {
     let (processor_id, amount_minor) = processor.opened_for(id).unwrap();
     let currency = Currency::parse("EUR").unwrap();
-    let paid = Fact::Paid { processor_id, amount_minor, currency, charge_id: Some("ch_1".into()) };
+    let paid = Fact::Paid { processor_id, amount_minor, currency, charge_id: Some("ch_1".into()), presented: None };
     api.ask_as_system::<Payment>(id.0, paid).await;
     api.wait_until_payment(id, "deposited").await;
 }
@@ -94,7 +94,7 @@ async fn payment_and_refund_in_a_currency_of_three_decimals_end_with_a_zero() {
 
     let id = id_of(&checkout(&api, "l", &checkout_body(5_130)).await);
     let (processor_id, amount_minor) = processor.opened_for(id).unwrap();
-    let paid = Fact::Paid { processor_id, amount_minor, currency, charge_id: Some("ch_1".into()) };
+    let paid = Fact::Paid { processor_id, amount_minor, currency, charge_id: Some("ch_1".into()), presented: None };
     api.ask_as_system::<Payment>(id.0, paid).await;
     api.wait_until_payment(id, "deposited").await;
     let refund = async |by: &'static str, amount: i64| {
@@ -346,7 +346,7 @@ async fn payment_in_another_currency_is_shown_as_refunded() {
         processor_id: processor.opened_for(id).unwrap().0,
         amount_minor: 5_000,
         currency: Currency::parse("EUR").unwrap(),
-        charge_id: None,
+        charge_id: None, presented: None,
     };
     api.ask_as_system::<Payment>(id.0, paid).await;
     api.wait_until_payment(id, "refused").await;

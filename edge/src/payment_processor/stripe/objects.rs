@@ -2,6 +2,7 @@
 
 use domain::PaymentId;
 use domain::money::Currency;
+use domain::payment::Presentment;
 use secrecy::SecretString;
 use serde::Deserialize;
 use serde_json::Value;
@@ -116,6 +117,7 @@ pub(crate) struct Intent {
     status: String,
     client_secret: Option<SecretString>,
     metadata: Option<Metadata>,
+    presentment_details: Option<PresentmentDetails>,
     latest_charge: Option<Ref<ObjectId>>,
     last_payment_error: Option<PaymentError>,
 }
@@ -146,7 +148,8 @@ impl Intent {
             _ => self.amount,
         };
         let (payment_id, currency) = (self.payment_id(), currency(&self.currency)?);
-        Ok(ProcessorPayment { processor_id: self.id, payment_id, amount_minor, currency, status })
+        let presented = presented(self.presentment_details, amount_minor, &currency)?;
+        Ok(ProcessorPayment { processor_id: self.id, payment_id, amount_minor, currency, presented, status })
     }
 
     /// Why the last attempt to pay failed: a code, never a sentence, since it is stored and shown.
@@ -179,7 +182,35 @@ pub(crate) struct Session {
     url: Option<String>,
     client_reference_id: Option<String>,
     metadata: Option<Metadata>,
+    currency_conversion: Option<CurrencyConversion>,
+    presentment_details: Option<PresentmentDetails>,
     pub(super) payment_intent: Option<Ref<ObjectId>>,
+}
+
+/// The order of a session whose amount and currency are those that the payer chose: sessions of the API's versions before 2025-03-31.
+#[derive(Deserialize)]
+struct CurrencyConversion {
+    amount_total: i64,
+    source_currency: String,
+}
+
+/// What a payer saw of an amount that is in the currency of the order: later versions.
+#[derive(Deserialize)]
+struct PresentmentDetails {
+    presentment_amount: i64,
+    presentment_currency: String,
+}
+
+/// `None` where the payer saw the order's own amount.
+fn presented(
+    details: Option<PresentmentDetails>,
+    amount_minor: i64,
+    ordered: &Currency,
+) -> Result<Option<Presentment>, ProcessorError> {
+    let Some(PresentmentDetails { presentment_amount, presentment_currency }) = details else { return Ok(None) };
+    let currency = currency(&presentment_currency)?;
+    let is_same = (presentment_amount, &currency) == (amount_minor, ordered);
+    Ok((!is_same).then_some(Presentment { amount_minor: presentment_amount, currency, is_charged: false }))
 }
 
 impl Session {
@@ -198,16 +229,26 @@ impl Session {
         Ok(OpenedCheckout { processor_id: self.id, way })
     }
 
-    pub(crate) fn into_record(self) -> Result<ProcessorPayment, ProcessorError> {
+    pub(crate) fn into_record(mut self) -> Result<ProcessorPayment, ProcessorError> {
         let nothing = || ProcessorError::Later(format!("{} is a session without an amount", self.id));
-        let currency = currency(self.currency.as_deref().ok_or_else(nothing)?)?;
-        let (payment_id, amount_minor) = (self.payment_id(), self.amount_total.ok_or_else(nothing)?);
+        let own_currency = currency(self.currency.as_deref().ok_or_else(nothing)?)?;
+        let (payment_id, own_amount) = (self.payment_id(), self.amount_total.ok_or_else(nothing)?);
+        let (amount_minor, currency, presented) = match &self.currency_conversion {
+            Some(CurrencyConversion { amount_total, source_currency }) => {
+                let charged = Presentment { amount_minor: own_amount, currency: own_currency, is_charged: true };
+                (*amount_total, currency(source_currency)?, Some(charged))
+            }
+            None => {
+                let presented = presented(self.presentment_details.take(), own_amount, &own_currency)?;
+                (own_amount, own_currency, presented)
+            }
+        };
         let status = self.status();
         let processor_id = match (&status, self.payment_intent) {
             (ProcessorPaymentStatus::Paid { .. }, Some(intent)) => intent.id().to_owned(),
             _ => self.id,
         };
-        Ok(ProcessorPayment { processor_id, payment_id, amount_minor, currency, status })
+        Ok(ProcessorPayment { processor_id, payment_id, amount_minor, currency, presented, status })
     }
 
     fn status(&self) -> ProcessorPaymentStatus {
@@ -239,7 +280,14 @@ impl Charge {
     pub(super) fn into_record(self) -> Result<ProcessorPayment, ProcessorError> {
         let (payment_id, currency) = (ours(&self.metadata, "payment_id"), currency(&self.currency)?);
         let status = ProcessorPaymentStatus::Paid { charge_id: Some(self.id.clone()) };
-        Ok(ProcessorPayment { processor_id: self.id, payment_id, amount_minor: self.amount, currency, status })
+        Ok(ProcessorPayment {
+            processor_id: self.id,
+            payment_id,
+            amount_minor: self.amount,
+            currency,
+            presented: None,
+            status,
+        })
     }
 }
 

@@ -132,7 +132,7 @@ enum PaymentLookup {
 /// Where it has to be retried.
 pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Result<UpdateOutcome, UpdateError> {
     let Some(payment_id) = record.payment_id else { return Ok(UpdateOutcome::NotOurs) };
-    let ProcessorPayment { processor_id, amount_minor, currency, status, .. } = record;
+    let ProcessorPayment { processor_id, amount_minor, currency, presented, status, .. } = record;
     let about = processor_id.clone();
     let not_paid = |outcome, why| Fact::NotPaid { processor_id: processor_id.clone(), outcome, why };
     let command = match status {
@@ -140,7 +140,9 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
         ProcessorPaymentStatus::Open | ProcessorPaymentStatus::Processing => {
             return Ok(UpdateOutcome::Done { is_new: false });
         }
-        ProcessorPaymentStatus::Paid { charge_id } => Fact::Paid { processor_id, amount_minor, currency, charge_id },
+        ProcessorPaymentStatus::Paid { charge_id } => {
+            Fact::Paid { processor_id, amount_minor, currency, charge_id, presented }
+        }
         ProcessorPaymentStatus::Declined { why } => not_paid(PaymentFailure::Declined, why),
         ProcessorPaymentStatus::Canceled => not_paid(PaymentFailure::Canceled, "canceled at the processor".to_owned()),
         ProcessorPaymentStatus::Expired => not_paid(PaymentFailure::Expired, "not paid in time".to_owned()),
@@ -149,8 +151,50 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
         Ok(answer) => Ok(UpdateOutcome::Done { is_new: answer.is_new }),
         // No money has moved: it is the business of the service that created it.
         Err(Rejection::NotFound) if matches!(command, Fact::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
+        Err(rejection @ Rejection::Differs { .. }) => match command {
+            Fact::Paid { processor_id, amount_minor, currency, .. } => {
+                let otherwise = Fact::PaidOtherwise { processor_id, amount_minor, currency };
+                paid_otherwise(updater, payment_id, &about, otherwise, &rejection).await
+            }
+            _ => Ok(rejected(payment_id, &rejection)),
+        },
         Err(rejection) => Ok(rejected(payment_id, &rejection)),
     }
+}
+
+/// What was charged is not what was ordered. The processor may have converted the order, which its own order shows; where that is not what
+/// was ordered either, the payment is under review, and its event waits for an operator.
+async fn paid_otherwise(
+    updater: &PaymentUpdater,
+    payment_id: PaymentId,
+    about: &str,
+    otherwise: Fact,
+    rejection: &Rejection,
+) -> Result<UpdateOutcome, UpdateError> {
+    let order = updater.processor.order(about).await.map_err(UpdateError::Processor)?;
+    if let Some(order) = order.filter(|order| order.payment_id == Some(payment_id))
+        && let ProcessorPaymentStatus::Paid { charge_id } = order.status
+    {
+        let ProcessorPayment { processor_id, amount_minor, currency, presented, .. } = order;
+        let paid = Fact::Paid { processor_id, amount_minor, currency, charge_id, presented };
+        if let Ok(answer) = updater.ask(payment_id, &format!("the order of {about}"), paid).await? {
+            return Ok(UpdateOutcome::Done { is_new: answer.is_new });
+        }
+    }
+    match updater.ask(payment_id, about, otherwise).await? {
+        Ok(_) => Ok(rejected(payment_id, rejection)),
+        Err(rejection) => Ok(rejected(payment_id, &rejection)),
+    }
+}
+
+/// An operator has dismissed the processor's report of this payment: what is under review because of it is settled.
+///
+/// # Errors
+/// Where it has to be retried.
+pub(super) async fn dismissed(updater: &PaymentUpdater, record: ProcessorPayment) -> Result<(), UpdateError> {
+    let Some(payment_id) = record.payment_id else { return Ok(()) };
+    let about = format!("dismissed {}", record.processor_id);
+    updater.ask(payment_id, &about, Fact::ReviewSettled { processor_id: record.processor_id }).await.map(drop)
 }
 
 /// # Errors
@@ -226,6 +270,7 @@ mod tests {
             payment_id: Some(PAYMENT),
             amount_minor,
             currency: eur(),
+            presented: None,
             status: ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".to_owned()) },
         }
     }
@@ -289,6 +334,34 @@ mod tests {
             matches!(payment(&bench.updater(1), paid(999)).await, Ok(UpdateOutcome::Rejected(why)) if why.contains("999"))
         );
         assert_eq!(bench.payment().await.paid_at(), None);
+    }
+
+    #[tokio::test]
+    async fn charge_in_another_currency_is_applied_by_its_order_and_else_under_review_until_it_is_dismissed() {
+        let gbp = domain::money::Currency::parse("GBP").unwrap();
+        let charged = || ProcessorPayment { amount_minor: 840, currency: gbp.clone(), ..paid(1000) };
+        let bench = Bench::open().await;
+        let presented = payment::Presentment { amount_minor: 840, currency: gbp.clone(), is_charged: true };
+        *bench.processor.order.lock().unwrap() = Some(ProcessorPayment { presented: Some(presented), ..paid(1000) });
+        assert_eq!(payment(&bench.updater(1), charged()).await, NEWS);
+        assert_eq!(bench.payment().await.presented.unwrap().amount_minor, 840);
+        assert_eq!(payment(&bench.updater(2), charged()).await, KNOWN);
+
+        // The order does not explain it.
+        for order in [None, Some(ProcessorPayment { amount_minor: 999, ..paid(1000) })] {
+            let bench = Bench::open().await;
+            *bench.processor.order.lock().unwrap() = order;
+            for cause in 1..3 {
+                let outcome = payment(&bench.updater(cause), charged()).await;
+                assert!(matches!(outcome, Ok(UpdateOutcome::Rejected(why)) if why.contains("GBP")));
+                assert!(matches!(bench.payment().await.phase, payment::Phase::UnderReview { amount_minor: 840, .. }));
+            }
+            dismissed(&bench.updater(3), charged()).await.unwrap();
+            assert!(matches!(bench.payment().await.phase, payment::Phase::Canceled { .. }));
+            // Reconciliation sees it again and again.
+            assert!(matches!(payment(&bench.updater(4), charged()).await, Ok(UpdateOutcome::Rejected(_))));
+            assert!(matches!(bench.payment().await.phase, payment::Phase::Canceled { .. }));
+        }
     }
 
     #[tokio::test]

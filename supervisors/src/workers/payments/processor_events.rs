@@ -7,7 +7,7 @@
 use super::payment_updater::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::workers::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::{AskError, CommandKey};
-use domain::processor_event::{Fact, ProcessingOutcome, ProcessorEvent};
+use domain::processor_event::{Fact, Phase, ProcessingOutcome, ProcessorEvent};
 use domain::state_machine::CommandSort as _;
 use domain::{EntityKind, EntityRef, EventId, ProcessorEventId};
 use edge::payment_processor::stripe::event::{ProcessorUpdate, StripeEvent};
@@ -80,7 +80,10 @@ impl ProcessorEventHandler {
             Err(why) => return Disposition::Later { why },
         };
         if !event.is_open() {
-            return by.settle(delivery).await;
+            return match self.settle_review(delivery, &event).await {
+                Ok(()) => by.settle(delivery).await,
+                Err(why) => Disposition::Later { why },
+            };
         }
         let fact = match self.apply(delivery, &event).await {
             Ok(outcome) => Fact::Processed { outcome },
@@ -93,6 +96,20 @@ impl ProcessorEventHandler {
             }
         };
         conclude(by, delivery, &event, fact).await
+    }
+
+    /// An event that an operator has dismissed ends the review of its payment.
+    async fn settle_review(&self, delivery: &EventDelivery, event: &ProcessorEvent) -> Result<(), String> {
+        let Phase::Dismissed { .. } = event.phase else { return Ok(()) };
+        let Some(body) = body_of(&self.ring, event) else { return Ok(()) };
+        let body = body.map_err(|error| format!("its body cannot be opened: {error}"))?;
+        match StripeEvent::read(body.expose_secret()).and_then(StripeEvent::update) {
+            Ok(ProcessorUpdate::Payment(record)) => {
+                let updater = self.updater.for_cause(event.id.0, delivery.origin.clone());
+                payment_updater::dismissed(&updater, record).await.map_err(|error| error.to_string())
+            }
+            Ok(_) | Err(_) => Ok(()),
+        }
     }
 
     /// Applies the event to the payment that it concerns.

@@ -66,7 +66,7 @@ impl Bench {
         let bench = Self::open().await;
         let charge_id = Some("ch_1".to_owned());
         let processor_id = INTENT.to_owned();
-        bench.send(&system(), Fact::Paid { processor_id, amount_minor: 1000, currency: eur(), charge_id }).await;
+        bench.send(&system(), Fact::Paid { processor_id, amount_minor: 1000, currency: eur(), charge_id, presented: None }).await;
         bench.send(&system(), Fact::Deposited).await;
         bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
         bench
@@ -108,6 +108,8 @@ fn ann() -> Principal {
 #[derive(Default)]
 pub(super) struct FakeProcessor {
     pub(super) record: Mutex<Option<ProcessorPayment>>,
+    /// What was ordered under the payment.
+    pub(super) order: Mutex<Option<ProcessorPayment>>,
     pub(super) refunds: Mutex<Vec<ProcessorRefundRecord>>,
     pub(super) disputes: Mutex<Vec<Dispute>>,
     /// The requests that it received.
@@ -129,6 +131,7 @@ impl FakeProcessor {
             payment_id: Some(PAYMENT),
             amount_minor: 1000,
             currency: eur(),
+            presented: None,
             status,
         });
     }
@@ -189,6 +192,10 @@ impl Processor for FakeProcessor {
             }
             Ok(it.current().filter(|_| [INTENT, "ch_1"].contains(&processor_id)))
         })
+    }
+
+    fn order<'a>(&'a self, _: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
+        self.answer(|it| Ok(it.order.lock().unwrap().clone()))
     }
 
     fn cancel<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {

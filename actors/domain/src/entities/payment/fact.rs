@@ -1,6 +1,6 @@
 //! What the payments worker and the billing account report to a payment.
 
-use super::{Payment, PaymentFailure, RefundStatus, Rejection, ReversalStep};
+use super::{Payment, PaymentFailure, Presentment, RefundStatus, Rejection, ReversalStep};
 use crate::id::RefundId;
 use crate::money::Currency;
 use crate::state_machine::{Transition, TransitionContext};
@@ -25,6 +25,19 @@ pub enum Fact {
         amount_minor: i64,
         currency: Currency,
         charge_id: Option<String>,
+        /// What the payer saw and paid, where the processor has converted the amount.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        presented: Option<Presentment>,
+    },
+    /// It was paid in another amount or currency than was ordered.
+    PaidOtherwise {
+        processor_id: String,
+        amount_minor: i64,
+        currency: Currency,
+    },
+    /// An operator has settled what was paid otherwise.
+    ReviewSettled {
+        processor_id: String,
     },
     NotPaid {
         processor_id: String,
@@ -77,9 +90,13 @@ impl Payment {
         match fact {
             Fact::Opened { processor_id } => self.opened(processor_id, ctx),
             Fact::Lapse { why } => Ok(self.lapse(why, ctx)),
-            Fact::Paid { processor_id, amount_minor, currency, charge_id } => {
-                self.paid(processor_id, amount_minor, &currency, charge_id, ctx)
+            Fact::Paid { processor_id, amount_minor, currency, charge_id, presented } => {
+                self.paid(processor_id, amount_minor, &currency, charge_id, presented, ctx)
             }
+            Fact::PaidOtherwise { processor_id, amount_minor, currency } => {
+                Ok(self.paid_otherwise(processor_id, amount_minor, currency, ctx))
+            }
+            Fact::ReviewSettled { processor_id } => Ok(self.review_settled(&processor_id, ctx)),
             Fact::NotPaid { processor_id, outcome, why } => Ok(self.not_paid(&processor_id, outcome, why, ctx)),
             Fact::Deposited => Ok(self.deposited(ctx)),
             Fact::DepositRefused { why } => Ok(self.deposit_refused(why, ctx)),

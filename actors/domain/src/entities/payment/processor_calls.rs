@@ -69,6 +69,7 @@ impl Payment {
             | Phase::Open { .. }
             | Phase::Paid { .. }
             | Phase::Deposited { .. }
+            | Phase::UnderReview { .. }
             | Phase::Canceled { .. }
             | Phase::Expired { .. } => self.refunds.values().all(|refund| refund.deadline().is_none()),
         };
@@ -130,7 +131,7 @@ impl Payment {
                 });
                 pending.filter_map(|(refund_id, _)| self.refund_due(*refund_id)).collect()
             }
-            Phase::Canceled { .. } | Phase::Expired { .. } => Vec::new(),
+            Phase::UnderReview { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => Vec::new(),
         }
     }
 
@@ -140,8 +141,8 @@ impl Payment {
             payment_id: self.id,
             refund_id,
             processor_id: self.processor_id.clone()?,
-            amount_minor,
-            currency: self.currency.clone(),
+            amount_minor: self.charged_minor(amount_minor),
+            currency: self.charged_currency().clone(),
         })
     }
 }

@@ -178,7 +178,7 @@ impl Payment {
         else {
             return Err(Rejection::RefundUnknown);
         };
-        self.check_amount(taken, amount_minor, &self.currency)?;
+        self.check_amount(self.charged_minor(taken), amount_minor, &self.currency)?;
         if let Some(known) = refund.at_processor.as_ref().filter(|it| it.processor_refund_id != processor_refund_id) {
             return Err(Rejection::PaidTwice { as_of: known.processor_refund_id.clone(), again: processor_refund_id });
         }

@@ -91,7 +91,15 @@ impl Payment {
         if ours(&reversal_id) {
             return Ok(Transition::stay(Reply::Done));
         }
+        if let Some(step) = self.reviewed_money_reversed(what, amount_minor, currency, ctx) {
+            return Ok(step);
+        }
         let known = self.reversals.get(&reversal_id);
+        // In another currency it is refused as a contradiction.
+        let (amount_minor, currency) = match self.part_minor(amount_minor, currency) {
+            Some(part) => (part, &self.currency),
+            None => (amount_minor, currency),
+        };
         self.check_amount(known.map_or(amount_minor, |known| known.amount_minor), amount_minor, currency)?;
         if known.is_some_and(|known| known.is_undone || !what.undoes()) {
             return Ok(Transition::stay(Reply::Done));

@@ -1,6 +1,7 @@
 //! Payments under adverse conditions: messages of the processor, and between payment and account, arrive late, twice, out of order or
 //! never. In the end the account has what the processor was paid, less what it paid back.
 
+mod converted;
 mod event_order;
 mod refunds;
 mod refused_deposits;
@@ -198,7 +199,7 @@ impl PaymentHarness {
             processor_id: intent(payment.id),
             amount_minor: payment.amount_minor,
             currency: eur(),
-            charge_id: Some("ch_1".into()),
+            charge_id: Some("ch_1".into()), presented: None,
         }
     }
 
@@ -370,7 +371,7 @@ fn payment_matches_its_request_and_is_paid_once() {
         processor_id: processor_id.into(),
         amount_minor,
         currency: Currency::parse(currency).unwrap(),
-        charge_id: None,
+        charge_id: None, presented: None,
     };
     for (amount, currency) in [(4_999, "EUR"), (5_001, "EUR"), (5_000, "USD"), (-5_000, "EUR"), (i64::MAX, "EUR")] {
         assert!(matches!(world.send(0, paid(amount, currency, "pi_100")), Err(Rejection::Differs { .. })));
@@ -390,6 +391,7 @@ impl PaymentHarness {
             amount_minor: self.it().amount_minor,
             currency: eur(),
             charge_id: Some(charge.into()),
+            presented: None,
         };
         self.send(0, paid).unwrap();
     }
@@ -494,6 +496,19 @@ fn refused() -> PaymentHarness {
     world
 }
 
+/// 42.00 GBP were paid in the name of the first payment.
+fn pounds(processor_id: &str) -> Fact {
+    let currency = Currency::parse("GBP").unwrap();
+    Fact::PaidOtherwise { processor_id: processor_id.into(), amount_minor: 4_200, currency }
+}
+
+/// A payment of 50.00 EUR for which pounds were paid.
+fn under_review() -> PaymentHarness {
+    let mut world = PaymentHarness::open(5_000);
+    world.send(0, pounds("pi_100")).unwrap();
+    world
+}
+
 /// A payment in each distinguished state, by name.
 fn every_state() -> Vec<(&'static str, PaymentHarness)> {
     let mut created = PaymentHarness::new();
@@ -533,6 +548,7 @@ fn every_state() -> Vec<(&'static str, PaymentHarness)> {
         ("reversed", reversed),
         ("refused", refused()),
         ("refused and not paid back", not_paid_back),
+        ("under review", under_review()),
         ("canceled", ended(PaymentFailure::Canceled)),
         ("expired", ended(PaymentFailure::Expired)),
     ]
@@ -551,6 +567,8 @@ fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
         ("opened", Fact::Opened { processor_id: "pi_100".into() }.into()),
         ("lapse", Fact::Lapse { why: "w".into() }.into()),
         ("paid", world.paid(0).into()),
+        ("paid otherwise", pounds("pi_100").into()),
+        ("review settled", Fact::ReviewSettled { processor_id: "pi_100".into() }.into()),
         ("declined", not_paid(PaymentFailure::Declined).into()),
         ("canceled", not_paid(PaymentFailure::Canceled).into()),
         ("expired", not_paid(PaymentFailure::Expired).into()),

@@ -99,9 +99,11 @@ fn of_a_payment() {
             processor_id: "pi_1".into(),
             amount_minor: i64::MAX,
             currency: currency.clone(),
-            charge_id: Some("ch_1".into()),
+            charge_id: Some("ch_1".into()), presented: None,
         }
         .into(),
+        Fact::PaidOtherwise { processor_id: "pi_1".into(), amount_minor: 7, currency: currency.clone() }.into(),
+        Fact::ReviewSettled { processor_id: "pi_1".into() }.into(),
         Fact::Deposited.into(),
         Request::Cancel { closed: Some(text()) }.into(),
         Request::Refund { refund_id, amount_minor: None, reason: text() }.into(),

@@ -4,6 +4,7 @@ use super::*;
 use crate::payment_processor::{DisputeStatus, ProcessorRefundStatus};
 use domain::PaymentId;
 use domain::money::Currency;
+use domain::payment::Presentment;
 use serde_json::json;
 use uuid::Uuid;
 
@@ -57,8 +58,44 @@ fn standing(processor_id: &str, status: ProcessorPaymentStatus) -> ProcessorUpda
         payment_id,
         amount_minor: 5_000,
         currency,
+        presented: None,
         status,
     })
+}
+
+/// A session of Adaptive Pricing, in the form of the API's versions before and after 2025-03-31.
+#[test]
+fn converted_session_is_read_in_the_terms_of_its_order() {
+    let session = |more: Value| {
+        let mut session = json!({
+            "id": "cs_1", "object": "checkout.session", "status": "complete", "payment_status": "paid",
+            "payment_intent": "pi_1", "metadata": { "payment_id": OURS.to_string() },
+        });
+        session.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        update("checkout.session.completed", session)
+    };
+    let presented = |is_charged| Presentment { amount_minor: 4_200, currency: Currency::parse("GBP").unwrap(), is_charged };
+    let expected = |presented| {
+        let ProcessorUpdate::Payment(order) = standing("pi_1", ProcessorPaymentStatus::Paid { charge_id: None }) else {
+            unreachable!("it is a payment")
+        };
+        ProcessorUpdate::Payment(ProcessorPayment { presented, ..order })
+    };
+    let before = json!({
+        "amount_total": 4_200, "currency": "gbp",
+        "currency_conversion": {
+            "amount_subtotal": 5_000, "amount_total": 5_000, "fx_rate": "0.84", "source_currency": "eur",
+        },
+    });
+    assert_eq!(session(before), expected(Some(presented(true))));
+    let details = json!({ "presentment_amount": 4_200, "presentment_currency": "gbp" });
+    let after = json!({ "amount_total": 5_000, "currency": "eur", "presentment_details": details });
+    assert_eq!(session(after), expected(Some(presented(false))));
+    let same = json!({ "presentment_amount": 5_000, "presentment_currency": "eur" });
+    let unconverted = json!({
+        "amount_total": 5_000, "currency": "eur", "currency_conversion": null, "presentment_details": same,
+    });
+    assert_eq!(session(unconverted), expected(None));
 }
 
 #[test]
