@@ -168,8 +168,11 @@ impl Config {
         let (key_ring, trust_domain) = (key_ring(it), trust_domain(it));
         let public_url =
             it.required_address("SVC_PUBLIC_URL", "the URL under which users reach the public API", PublicUrl::parse);
-        let node_public_url =
-            it.required_address("SVC_NODE_PUBLIC_URL", "the URL under which agents reach the node API", AgentApiUrl::parse);
+        let node_public_url = it.required_address(
+            "SVC_NODE_PUBLIC_URL",
+            "the URL under which agents reach the node API",
+            AgentApiUrl::parse,
+        );
         let own_terminals = public_url.as_ref().map(TerminalUrl::at);
         let terminal_url = it.optional_address(TERMINAL_URL, TerminalUrl::parse).or(own_terminals);
         let terminal_origins = terminal_origins(it);
@@ -390,7 +393,12 @@ mod tests {
             ("SVC_TERMINAL_URL", "wss://gpu.example", "does not end in the path", "/ws/v1/terminal"),
             ("SVC_TERMINAL_URL", "https://gpu.example/ws/v1/terminal", "begins with https://", "wss://"),
             ("SVC_TERMINAL_ORIGINS", "https://portal.example, https://b.example/", "as browsers send it", "origin"),
-            ("SVC_LOG_STORE_URL", "https://ops:hunter2@logs.example", "a user or a password", "https://service.example"),
+            (
+                "SVC_LOG_STORE_URL",
+                "https://ops:hunter2@logs.example",
+                "a user or a password",
+                "https://service.example",
+            ),
             ("SVC_ALERTMANAGER_URL", "https://alerts.example#a", "fragment", "https://service.example"),
             ("MAAS_API_BASE_URL", "maas.example/MAAS", "names no scheme", "https://service.example"),
             ("SVC_PAYMENTS_API_BASE", "https://api.stripe.com?a=b", "query", "https://service.example"),
@@ -404,7 +412,10 @@ mod tests {
             ];
             let problems = problems_of(&[&[(name, text)], others.as_slice()].concat());
             let named: Vec<_> = problems.iter().filter(|problem| problem.starts_with(&format!("{name}: "))).collect();
-            assert!(named.len() == 1 && named[0].contains(why) && named[0].contains(form), "{name}={text}: {problems:#?}");
+            assert!(
+                named.len() == 1 && named[0].contains(why) && named[0].contains(form),
+                "{name}={text}: {problems:#?}"
+            );
             assert!(!named[0].contains("hunter2"), "{named:?}");
         }
     }

@@ -325,7 +325,9 @@ mod tests {
         for good in ["http://otel:4318", "https://otel.example/tenant"] {
             check(|name| (name == ENDPOINTS[0]).then(|| good.to_owned())).unwrap();
         }
-        for wrong in ["otel:4318", "grpc://otel:4317", "\"http://otel:4318\"", "http://otel:4318 ", "http://0.0.0.0:4318"] {
+        for wrong in
+            ["otel:4318", "grpc://otel:4317", "\"http://otel:4318\"", "http://otel:4318 ", "http://0.0.0.0:4318"]
+        {
             for endpoint in ENDPOINTS {
                 let error = check(|name| (name == endpoint).then(|| wrong.to_owned())).unwrap_err().to_string();
                 assert!(error.starts_with(&format!("{endpoint}: ")) && error.contains("http://collector"), "{error}");

@@ -219,13 +219,16 @@ impl Rules {
             return refuse("has more than 2048 characters");
         }
         if text.starts_with(is_quote) || text.ends_with(is_quote) {
-            return refuse("is in quotes, which not every reader of an environment file takes off; write it without them");
+            return refuse(
+                "is in quotes, which not every reader of an environment file takes off; write it without them",
+            );
         }
         if text.chars().any(|character| character.is_whitespace() || character.is_control() || character == '\\') {
             return refuse("has a blank, a backslash or a control character");
         }
         let Some((scheme, after)) = text.split_once("://") else { return refuse("names no scheme") };
-        if after.starts_with('/') {
+        let authority = after.split(['/', '?', '#']).next().unwrap_or_default();
+        if authority.is_empty() {
             return refuse("names no host");
         }
         let url = Url::parse(text).map_err(|error| self.refuse(text, format!("cannot be read ({error})")))?;
@@ -236,7 +239,7 @@ impl Rules {
         if !is_allowed {
             return refuse(&format!("begins with {}://", scheme.to_ascii_lowercase()));
         }
-        if !url.username().is_empty() || url.password().is_some() || after.contains('@') {
+        if !url.username().is_empty() || url.password().is_some() || authority.contains('@') {
             return refuse("has a user or a password, which is set apart from the address or not supported");
         }
         if is_unspecified(&host) {

@@ -301,7 +301,8 @@ async fn wait_until_deposited(id: Uuid, limit: Duration, api: &Api) -> Result<()
         }
         Some("under_review") => {
             let why = found["reason"].as_str().unwrap_or("an operator settles what was paid");
-            Err(Failure::new(ExitStatus::Refused, why.to_owned()).next(format!("Look again: gpuctl billing payment {id}")))
+            Err(Failure::new(ExitStatus::Refused, why.to_owned())
+                .next(format!("Look again: gpuctl billing payment {id}")))
         }
         state => Err(Failure::new(ExitStatus::Refused, format!("nothing was paid: it is {}", state.unwrap_or("lost")))),
     }

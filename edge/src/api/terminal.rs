@@ -5,7 +5,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use domain::allocation::{Allocation, Phase};
 use domain::commit::Precondition;
 use domain::recording::RecordingMode as PolicyMode;
@@ -35,6 +35,9 @@ use crate::terminal::mint;
 
 /// A bound above every limit of live sessions.
 const ABOVE_ANY_LIMIT: u32 = 1000;
+
+/// In which a client connects with a token that it has just got.
+const TIME_TO_CONNECT: TimeDelta = TimeDelta::seconds(5);
 
 /// The session that a token is for.
 #[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
@@ -218,7 +221,7 @@ async fn of_allocation(
 }
 
 /// Reserves a slot in the quota of policy `terminal.sessions_per_allocation`. Open sessions are read here; the tenant entity knows those
-/// that are being opened, and it decides. Where no slot is free, the session that has been detached for longest is displaced.
+/// that are being opened, and it decides. Where no slot is free, a session without a client makes room.
 async fn reserve_session(
     app: &AppState,
     context: &RequestContext,
@@ -236,8 +239,10 @@ async fn reserve_session(
     // The tenant holds a slot for a minute for each session that was opened, also for one that has closed since.
     let mut over = expected_but_closed(app, context, allocation_id).await?;
     if over.is_empty() {
-        over.extend(displace_oldest(context, &open).await?);
-        there.retain(|id| !over.contains(id));
+        over.extend(displace_oldest(context, &open, app.environment.now()).await?);
+        // Read again: simultaneous requests have made room, too.
+        let open = live_sessions(app, allocation_id, &context.caller.user_id).await?;
+        there = open.iter().map(|stored| stored.it.id).filter(|id| !over.contains(id)).collect();
     }
     if over.is_empty() { Err(refused) } else { expect_session(context, allocation_id, session, &there, over).await }
 }
@@ -276,15 +281,13 @@ async fn expected_but_closed(
     Ok(over)
 }
 
-/// Closes the session that has been detached for longest. `None` where none is detached.
+/// Closes a session without a client. `None` where each has one.
 async fn displace_oldest(
     context: &RequestContext,
     open: &[StoredEntity<TerminalSession>],
+    now: DateTime<Utc>,
 ) -> Result<Option<TerminalSessionId>, ApiError> {
-    let mut detached: Vec<_> =
-        open.iter().filter_map(|stored| Some((detached_at(&stored.it)?, stored.it.id))).collect();
-    detached.sort_unstable();
-    for (_, session) in detached {
+    for session in displaceable(open, now) {
         match context.try_ask_unstored::<TerminalSession>(session.0, Request::Displace).await? {
             Ok(_) => return Ok(Some(session)),
             // A client has just connected to it: try the next one.
@@ -293,6 +296,26 @@ async fn displace_oldest(
         }
     }
     Ok(None)
+}
+
+/// The sessions without a client, in the order in which they make room: those whose token a client had time to use and did not, which holds no
+/// place; then detached ones, longest first; at last those whose token was issued a moment ago, which a client may be about to use.
+fn displaceable(open: &[StoredEntity<TerminalSession>], now: DateTime<Utc>) -> Vec<TerminalSessionId> {
+    let mut ranked: Vec<_> = open
+        .iter()
+        .filter_map(|stored| {
+            let it = &stored.it;
+            let (rank, since) = match it.phase {
+                terminal_session::Phase::Opened { .. } if now - it.opened_at >= TIME_TO_CONNECT => (0, it.opened_at),
+                terminal_session::Phase::Detached { since, .. } => (1, since),
+                terminal_session::Phase::Opened { .. } => (2, it.opened_at),
+                terminal_session::Phase::Attached { .. } | terminal_session::Phase::Closed { .. } => return None,
+            };
+            Some((rank, since, it.id))
+        })
+        .collect();
+    ranked.sort_unstable();
+    ranked.into_iter().map(|(_, _, id)| id).collect()
 }
 
 const fn detached_at(session: &TerminalSession) -> Option<DateTime<Utc>> {

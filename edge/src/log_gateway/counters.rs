@@ -1,7 +1,7 @@
 //! Metrics of the log gateway (specification, *Observability surface*).
 
-use prometheus::core::{AtomicU64, GenericCounter};
 use crate::outbound::log_store::PushFailureKind;
+use prometheus::core::{AtomicU64, GenericCounter};
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::sync::LazyLock;
 use strum::IntoEnumIterator as _;

@@ -92,7 +92,8 @@ impl Alertmanager {
         let alerts = Url::parse(&format!("{}{ALERTS_PATH}", base.as_str()));
         let alerts = alerts.map_err(|error| AlertmanagerSettingsError::Client(error.to_string()))?;
         let client = client_builder(authorities_pem).map_err(AlertmanagerSettingsError::Client)?;
-        let client = client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).default_headers(access.headers()?);
+        let client =
+            client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).default_headers(access.headers()?);
         let client = client.build().map_err(|error| AlertmanagerSettingsError::Client(error.to_string()))?;
         Ok(Self { alerts, client })
     }

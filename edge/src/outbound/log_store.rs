@@ -94,14 +94,17 @@ impl LogStore {
     /// read.
     pub fn new(base: &str, authorities_pem: Option<&str>, access: &ServiceAccess) -> Result<Self, LogStoreError> {
         let base = ServiceUrl::parse(base).map_err(LogStoreError::Address)?;
-        if let Some(path) = ["/loki/api/v1/push", "/loki/api/v1", "/loki/api"].iter().find(|it| base.as_str().ends_with(*it)) {
+        if let Some(path) =
+            ["/loki/api/v1/push", "/loki/api/v1", "/loki/api"].iter().find(|it| base.as_str().ends_with(*it))
+        {
             let why = format!("ends in {path}, and {PUSH_PATH} is added to it; leave that path out");
             return Err(LogStoreError::Address(base.refuse(why)));
         }
         let push = Url::parse(&format!("{}{PUSH_PATH}", base.as_str()));
         let push = push.map_err(|error| LogStoreError::Client(error.to_string()))?;
         let client = client_builder(authorities_pem).map_err(LogStoreError::Client)?;
-        let client = client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).default_headers(access.headers()?);
+        let client =
+            client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).default_headers(access.headers()?);
         let client = client.build().map_err(|error| LogStoreError::Client(error.to_string()))?;
         Ok(Self { push, client })
     }
@@ -143,7 +146,9 @@ impl LogStore {
         let to = headers.get(LOCATION).filter(|_| status.is_redirection()).and_then(|value| value.to_str().ok());
         let text = match to {
             _ if kind.is_of_lines() => body,
-            Some(to) => format!("it answered {status}, and names {}", to.chars().take(REFUSAL_SHOWN).collect::<String>()),
+            Some(to) => {
+                format!("it answered {status}, and names {}", to.chars().take(REFUSAL_SHOWN).collect::<String>())
+            }
             None => format!("it answered {status}: {body}"),
         };
         Err(PushFailure { kind, text, retry_after: pause(&headers) })
@@ -187,7 +192,9 @@ const fn operators_step(kind: PushFailureKind) -> &'static str {
         PushFailureKind::Address => {
             "there is no log store with the push API of Loki at the address; correct SVC_LOG_STORE_URL or SVC_LOG_STORE_CA_PATH"
         }
-        PushFailureKind::RateLimit => "the log store takes no more at the moment; raise its limits, or find the node that logs so much",
+        PushFailureKind::RateLimit => {
+            "the log store takes no more at the moment; raise its limits, or find the node that logs so much"
+        }
         PushFailureKind::Batch | PushFailureKind::BatchSize => "the log store refuses these lines",
         PushFailureKind::Outage => "the log store does not answer, or fails",
     }
@@ -237,9 +244,10 @@ impl From<PushFailure> for ApiError {
             true => error.detail("log_store", text),
             false => error.because(format!("{}: {text}", operators_step(kind))),
         };
-        match (code, retry_after) {
-            (Code::ServiceUnavailable | Code::RateLimited, Some(pause)) => error.retry_after(pause),
-            _ => error,
+        let waits = matches!(code, Code::ServiceUnavailable | Code::RateLimited);
+        match retry_after.filter(|_| waits) {
+            Some(pause) => error.retry_after(pause),
+            None => error,
         }
     }
 }

@@ -35,11 +35,19 @@ pub enum ServiceAccessError {
     User,
     #[error("the password has a control character, such as a line's end")]
     Password,
-    #[error("the token has a blank, a control character or a letter beyond ASCII; it goes there alone, without the word Bearer")]
+    #[error(
+        "the token has a blank, a control character or a letter beyond ASCII; it goes there alone, without the word Bearer"
+    )]
     Token,
 }
 
 impl ServiceAccess {
+    /// # Errors
+    /// Where a part of it cannot be carried.
+    pub fn check(&self) -> Result<(), ServiceAccessError> {
+        self.headers().map(drop)
+    }
+
     /// The headers of every request.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use super::variables::Variables;
 use anyhow::Context as _;
 use edge::outbound::alertmanager::Alertmanager;
 use edge::outbound::log_store::LogStore;
-use edge::outbound::service_access::{ServiceAccess, ServiceCredential};
+use edge::outbound::service_access::{ServiceAccess, ServiceAccessError, ServiceCredential};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
@@ -103,10 +103,7 @@ pub(super) fn outside_service<C: OutsideClient>(variables: &mut Variables<'_>) -
         }
         return None;
     };
-    // The address first, and then what only its access has against it: each problem names its own variable.
     if let Err(error) = C::connect(&url, None, &ServiceAccess::default()) {
-        variables.wrong(format!("{}: {error}", C::URL));
-    } else if let Err(error) = C::connect(&url, None, &access) {
         variables.wrong(format!("{}: {error}", C::URL));
     }
     Some(OutsideServiceSettings { url, ca, access, client: PhantomData })
@@ -123,7 +120,10 @@ fn access(names: &AccessVariables, variables: &mut Variables<'_>) -> ServiceAcce
         (Some(user), Some(password), None) => Some(ServiceCredential::Basic { user, password }),
         (None, None, Some(token)) => Some(ServiceCredential::Bearer(token)),
         (Some(_), None, None) => {
-            variables.wrong(format!("{user_name} is set, but its password is not; set {password_name} or {}", names.password_path));
+            variables.wrong(format!(
+                "{user_name} is set, but its password is not; set {password_name} or {}",
+                names.password_path
+            ));
             None
         }
         (None, Some(_), None) => {
@@ -131,11 +131,24 @@ fn access(names: &AccessVariables, variables: &mut Variables<'_>) -> ServiceAcce
             None
         }
         (_, _, Some(_)) => {
-            variables.wrong(format!("{token_name} or {} is set beside {user_name} or its password; set one of them", names.token_path));
+            variables.wrong(format!(
+                "{token_name} or {} is set beside {user_name} or its password; set one of them",
+                names.token_path
+            ));
             None
         }
     };
-    ServiceAccess { tenant: variables.optional(names.tenant), credential }
+    let access = ServiceAccess { tenant: variables.optional(names.tenant), credential };
+    if let Err(error) = access.check() {
+        let name = match error {
+            ServiceAccessError::Tenant => names.tenant,
+            ServiceAccessError::User => names.user,
+            ServiceAccessError::Password => names.password,
+            ServiceAccessError::Token => names.token,
+        };
+        variables.wrong(format!("{name}: {error}"));
+    }
+    access
 }
 
 /// The text of the file of authorities that the variable names.
@@ -199,8 +212,8 @@ mod tests {
             (vec![url, (names.user, "ops"), (names.password, "hunter2"), (names.token, "hunter2")], names.token),
             (vec![url, (names.token, "hunter2"), (names.token_path, file)], names.token_path),
             (vec![url, (names.token_path, "/absent")], names.token_path),
-            (vec![url, (names.tenant, "a|b")], "tenant"),
-            (vec![url, (names.token, "Bearer hunter2")], "token"),
+            (vec![url, (names.tenant, "a|b")], names.tenant),
+            (vec![url, (names.token, "Bearer hunter2")], names.token),
         ] {
             let error = read(&variables).unwrap_err().to_string();
             assert!(error.contains(named) && !error.contains("hunter2"), "{error}");

@@ -135,7 +135,9 @@ impl<'a> Variables<'a> {
         for text in self.list(name) {
             match text.parse() {
                 Ok(network) => networks.push(network),
-                Err(_) => self.wrong(format!("{name}: {text:?} is no network such as 10.0.0.0/8, or 10.0.0.7/32 for one address")),
+                Err(_) => self.wrong(format!(
+                    "{name}: {text:?} is no network such as 10.0.0.0/8, or 10.0.0.7/32 for one address"
+                )),
             }
         }
         networks

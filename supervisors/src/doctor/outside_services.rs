@@ -100,7 +100,8 @@ pub(super) async fn log_store(settings: Arc<InstalledSettings>) -> Vec<Diagnosti
         Ok(store) => store.check().await,
         Err(error) => Err(format!("{error:#}")),
     };
-    let action = "check SVC_LOG_STORE_URL, SVC_LOG_STORE_CA_PATH, its tenant and its credentials, and that the store runs";
+    let action =
+        "check SVC_LOG_STORE_URL, SVC_LOG_STORE_CA_PATH, its tenant and its credentials, and that the store runs";
     vec![judge_answer("the log store", &config.url, asked, action)]
 }
 
@@ -112,7 +113,8 @@ pub(super) async fn alertmanager(settings: Arc<InstalledSettings>) -> Vec<Diagno
         Ok(alertmanager) => alertmanager.alerts().await.map(drop).map_err(|error| error.to_string()),
         Err(error) => Err(format!("{error:#}")),
     };
-    let action = "check SVC_ALERTMANAGER_URL, SVC_ALERTMANAGER_CA_PATH, its tenant and its credentials, and that it runs";
+    let action =
+        "check SVC_ALERTMANAGER_URL, SVC_ALERTMANAGER_CA_PATH, its tenant and its credentials, and that it runs";
     vec![judge_answer("the Alertmanager", &config.url, asked, action)]
 }
 

@@ -45,8 +45,15 @@ async fn consequences_of_a_member_that_is_cut_off_are_silent_and_a_missing_role_
     let delivered = alertmanager.received();
     assert!(delivered.iter().all(|it| !silent.contains(&it.name.as_str())), "{delivered:#?}");
     // As the API lists them.
-    let listed =
-        edge::outbound::alertmanager::Alertmanager::new(&alertmanager.url, None, &Default::default()).unwrap().alerts().await.unwrap();
+    let listed = edge::outbound::alertmanager::Alertmanager::new(
+        &alertmanager.url,
+        None,
+        &edge::outbound::service_access::ServiceAccess::default(),
+    )
+    .unwrap()
+    .alerts()
+    .await
+    .unwrap();
     assert_eq!(listed.len(), names.len());
     for alert in &listed {
         let name = alert.labels["alertname"].as_str();

@@ -52,7 +52,12 @@ impl FakeLogStore {
         let listener = TlsListener::bind(&certificate.certificate_path, &certificate.key_path).await;
         let listener = listener.expect("there is a port");
         let port = listener.port().expect("it listens");
-        let state = StoreState { received: Vec::new(), answer: (StatusCode::NO_CONTENT, String::new()), refused: None, required: None };
+        let state = StoreState {
+            received: Vec::new(),
+            answer: (StatusCode::NO_CONTENT, String::new()),
+            refused: None,
+            required: None,
+        };
         let state = Arc::new(Mutex::new(state));
         let router = Router::new().route("/loki/api/v1/push", post(receive)).with_state(Arc::clone(&state));
         let serving = tokio::spawn(async move { axum::serve(listener, router).await }).abort_handle();

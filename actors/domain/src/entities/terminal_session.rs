@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! opened ──attach──▶ attached ⇄ detached          each ──end, fault, kill, release, lifetime──▶ closed
-//!    └──never attached──▶ closed       └──detached for too long, or in the way of a new session──▶ closed
+//!    └──never attached, or in the way of a new session──▶ closed   └──the same for a detached one──▶ closed
 //! ```
 //!
 //! The node's agent runs the shell and stores its output; this state machine decides whether it may. A connection is admitted by a token
@@ -147,7 +147,7 @@ pub enum CloseReason {
     Lifetime,
     /// No connection came back within policy `terminal.detached_ttl_seconds`.
     DetachedExpired,
-    /// It was the oldest detached session when its user opened one above the limit.
+    /// Its user opened one above the limit, and it had the oldest token that was never used, or was the oldest detached session.
     Displaced,
     /// Its user ended it.
     EndedByUser,
@@ -226,7 +226,7 @@ pub enum Rejection {
     Exists,
     #[error("the terminal session is over: {reason}")]
     Closed { reason: CloseCode },
-    #[error("the terminal session is not detached")]
+    #[error("a client is connected to the terminal session")]
     NotDetached,
     #[error("the terminal token does not hold: {cause}")]
     TokenRefused { cause: TerminalTokenFault },

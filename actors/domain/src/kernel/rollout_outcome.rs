@@ -14,8 +14,10 @@ pub enum RolloutOutcome {
     Skipped { reason: SkipReason },
 }
 
-/// Codes of failures that no agent reports.
+/// Codes of failures: one that agents report, and those that none does.
 pub mod failure {
+    /// The agent has no way to update itself: no package installed it, or its installation is incomplete.
+    pub const UPDATE_UNSUPPORTED: &str = "update_unsupported";
     /// No result in time: it is unknown which version is in use.
     pub const NO_RESULT: &str = "no_result";
     /// The node was silent for too long in the soak after its update, or polled and sent no heartbeat.

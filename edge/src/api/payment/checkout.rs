@@ -217,10 +217,9 @@ impl CheckoutFlow<'_> {
                 self.open(Payment::clone(&payment), before).await
             }
             (Phase::Paid { .. } | Phase::Deposited { .. }, _) => Ok(paid_view(&payment)),
-            (
-                Phase::Refused { .. } | Phase::UnderReview { .. } | Phase::Canceled { .. } | Phase::Expired { .. },
-                _,
-            ) => Err(closed_error(&payment)),
+            (Phase::Refused { .. } | Phase::UnderReview { .. } | Phase::Canceled { .. } | Phase::Expired { .. }, _) => {
+                Err(closed_error(&payment))
+            }
         }
     }
 

@@ -32,7 +32,8 @@ async fn counting_api_with_answer(status: StatusCode, answer: impl Into<Vec<u8>>
     let address = listener.local_addr().unwrap();
     let router = Router::new().route("/prefix/api/v2/alerts", get(give));
     tokio::spawn(async move { axum::serve(listener, router).await });
-    let alertmanager = Alertmanager::new(&format!("http://{address}/prefix/"), None, &ServiceAccess::default()).unwrap();
+    let alertmanager =
+        Alertmanager::new(&format!("http://{address}/prefix/"), None, &ServiceAccess::default()).unwrap();
     (ApiHarness::with_alertmanager(alertmanager).await, requests)
 }
 

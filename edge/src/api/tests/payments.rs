@@ -346,7 +346,8 @@ async fn payment_in_another_currency_is_shown_as_refunded() {
         processor_id: processor.opened_for(id).unwrap().0,
         amount_minor: 5_000,
         currency: Currency::parse("EUR").unwrap(),
-        charge_id: None, presented: None,
+        charge_id: None,
+        presented: None,
     };
     api.ask_as_system::<Payment>(id.0, paid).await;
     api.wait_until_payment(id, "refused").await;

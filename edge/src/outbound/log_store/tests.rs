@@ -111,7 +111,10 @@ async fn tenant_and_credentials_are_sent_and_the_stores_pause_is_passed_on() {
     let store = LogStore::new(&server.uri(), None, &access).unwrap();
     store.push(JSON, Bytes::from_static(BATCH)).await.unwrap();
     store.check().await.unwrap();
-    assert!(!format!("{store:?}").contains("hunter2") && !format!("{store:?}").contains("b3BzOmh1bnRlcjI="), "{store:?}");
+    assert!(
+        !format!("{store:?}").contains("hunter2") && !format!("{store:?}").contains("b3BzOmh1bnRlcjI="),
+        "{store:?}"
+    );
     let refused = client(&server.uri()).check().await.unwrap_err();
     assert!(refused.contains("SVC_LOG_STORE_TENANT") && refused.contains("no org id"), "{refused}");
 

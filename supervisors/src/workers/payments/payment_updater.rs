@@ -151,14 +151,15 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
         Ok(answer) => Ok(UpdateOutcome::Done { is_new: answer.is_new }),
         // No money has moved: it is the business of the service that created it.
         Err(Rejection::NotFound) if matches!(command, Fact::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
-        Err(rejection @ Rejection::Differs { .. }) => match command {
-            Fact::Paid { processor_id, amount_minor, currency, .. } => {
+        Err(rejection) => {
+            if let (Rejection::Differs { .. }, Fact::Paid { processor_id, amount_minor, currency, .. }) =
+                (&rejection, command)
+            {
                 let otherwise = Fact::PaidOtherwise { processor_id, amount_minor, currency };
-                paid_otherwise(updater, payment_id, &about, otherwise, &rejection).await
+                return paid_otherwise(updater, payment_id, &about, otherwise, &rejection).await;
             }
-            _ => Ok(rejected(payment_id, &rejection)),
-        },
-        Err(rejection) => Ok(rejected(payment_id, &rejection)),
+            Ok(rejected(payment_id, &rejection))
+        }
     }
 }
 

@@ -66,7 +66,12 @@ impl Bench {
         let bench = Self::open().await;
         let charge_id = Some("ch_1".to_owned());
         let processor_id = INTENT.to_owned();
-        bench.send(&system(), Fact::Paid { processor_id, amount_minor: 1000, currency: eur(), charge_id, presented: None }).await;
+        bench
+            .send(
+                &system(),
+                Fact::Paid { processor_id, amount_minor: 1000, currency: eur(), charge_id, presented: None },
+            )
+            .await;
         bench.send(&system(), Fact::Deposited).await;
         bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
         bench

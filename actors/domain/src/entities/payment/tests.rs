@@ -199,7 +199,8 @@ impl PaymentHarness {
             processor_id: intent(payment.id),
             amount_minor: payment.amount_minor,
             currency: eur(),
-            charge_id: Some("ch_1".into()), presented: None,
+            charge_id: Some("ch_1".into()),
+            presented: None,
         }
     }
 
@@ -371,7 +372,8 @@ fn payment_matches_its_request_and_is_paid_once() {
         processor_id: processor_id.into(),
         amount_minor,
         currency: Currency::parse(currency).unwrap(),
-        charge_id: None, presented: None,
+        charge_id: None,
+        presented: None,
     };
     for (amount, currency) in [(4_999, "EUR"), (5_001, "EUR"), (5_000, "USD"), (-5_000, "EUR"), (i64::MAX, "EUR")] {
         assert!(matches!(world.send(0, paid(amount, currency, "pi_100")), Err(Rejection::Differs { .. })));

@@ -37,7 +37,7 @@ pub enum Request {
     },
     /// Its owner ends it.
     EndByUser,
-    /// Its owner opens a session above the limit. Rejected unless this one is detached.
+    /// Its owner opens a session above the limit. Rejected while a client is connected to this one.
     Displace,
     /// A caller reads its recording.
     ReadRecording,
@@ -89,10 +89,11 @@ impl TerminalSession {
             Request::Displace => {
                 let it = self.by_owner(ctx)?;
                 match it.phase {
-                    Phase::Detached { .. } | Phase::Closed { .. } => {
+                    // A token that was never used holds no place: nothing runs that its user has seen.
+                    Phase::Opened { .. } | Phase::Detached { .. } | Phase::Closed { .. } => {
                         Ok(it.close(CloseReason::Displaced, AuditAction::TerminalsClose, &json!({}), ctx))
                     }
-                    Phase::Opened { .. } | Phase::Attached { .. } => Err(Rejection::NotDetached),
+                    Phase::Attached { .. } => Err(Rejection::NotDetached),
                 }
             }
             Request::ReadRecording => self.read_recording(ctx),

@@ -205,17 +205,22 @@ fn detached_session_of_an_earlier_release_ends_with_its_lifetime() {
 }
 
 #[test]
-fn owner_alone_ends_a_session_and_only_a_detached_one_makes_room() {
+fn owner_alone_ends_a_session_and_one_without_a_client_makes_room() {
     let mut story = Story::opened();
     for command in [Request::EndByUser, Request::Displace] {
         assert_eq!(story.ask(&user("other"), command).unwrap_err(), Rejection::NotFound);
     }
-    assert_eq!(story.ask(&user("u"), Request::Displace).unwrap_err(), Rejection::NotDetached);
     story.attach(token(1)).unwrap();
     assert_eq!(story.ask(&user("u"), Request::Displace).unwrap_err(), Rejection::NotDetached);
     story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
     story.ask(&user("u"), Request::Displace).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Displaced));
+
+    // Its token was never used, and is void.
+    let mut story = Story::opened();
+    story.ask(&user("u"), Request::Displace).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::Displaced));
+    assert!(story.attach(token(1)).is_err());
 
     let mut story = Story::opened();
     story.attach(token(1)).unwrap();

@@ -99,7 +99,8 @@ fn of_a_payment() {
             processor_id: "pi_1".into(),
             amount_minor: i64::MAX,
             currency: currency.clone(),
-            charge_id: Some("ch_1".into()), presented: None,
+            charge_id: Some("ch_1".into()),
+            presented: None,
         }
         .into(),
         Fact::PaidOtherwise { processor_id: "pi_1".into(), amount_minor: 7, currency: currency.clone() }.into(),

@@ -74,7 +74,8 @@ fn converted_session_is_read_in_the_terms_of_its_order() {
         session.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         update("checkout.session.completed", session)
     };
-    let presented = |is_charged| Presentment { amount_minor: 4_200, currency: Currency::parse("GBP").unwrap(), is_charged };
+    let presented =
+        |is_charged| Presentment { amount_minor: 4_200, currency: Currency::parse("GBP").unwrap(), is_charged };
     let expected = |presented| {
         let ProcessorUpdate::Payment(order) = standing("pi_1", ProcessorPaymentStatus::Paid { charge_id: None }) else {
             unreachable!("it is a payment")

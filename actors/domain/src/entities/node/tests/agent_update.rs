@@ -258,6 +258,10 @@ fn rolled_back_and_stalled_updates_are_failures_of_the_rollout() {
     let verdict = TaskOutcome::Failed { code: "rolled_back".into(), message: "m".into() };
     let failed = story.clone().agent(report(task_id, 1, verdict)).publishes(&["node.agent_update_failed"]);
     assert_eq!(outcome(&failed), Some(RolloutOutcome::Failed { reason: "rolled_back".into() }));
+    // Its agent cannot update itself, which shows only at the order: it is skipped as one that no package installed.
+    let verdict = TaskOutcome::Failed { code: "update_unsupported".into(), message: "m".into() };
+    let refused = story.clone().agent(report(task_id, 1, verdict)).publishes(&["node.agent_update_failed"]);
+    assert_eq!(outcome(&refused), Some(RolloutOutcome::Skipped { reason: SkipReason::Unsupported }));
     let stalled = story.clone().after(TimeDelta::seconds(720)).after_heartbeat().ticked();
     let no_result = Some(RolloutOutcome::Failed { reason: "no_result".into() });
     assert_eq!(outcome(&stalled), no_result);

@@ -67,7 +67,8 @@ fn refunds_and_reversals_of_a_converted_payment_are_in_the_currency_that_was_cha
 #[test]
 fn parts_of_a_converted_payment_never_exceed_what_was_charged() {
     let mut payment = PaymentHarness::open(5_000).it().clone();
-    payment.presented = Some(Presentment { amount_minor: 777, currency: Currency::parse("JPY").unwrap(), is_charged: true });
+    payment.presented =
+        Some(Presentment { amount_minor: 777, currency: Currency::parse("JPY").unwrap(), is_charged: true });
     let parts = [1_667, 1_667, 1_666].map(|part| payment.charged_minor(part));
     assert!(parts.iter().sum::<i64>() <= 777, "{parts:?}");
     assert_eq!((payment.charged_minor(5_000), payment.charged_minor(1)), (777, 1));
@@ -101,7 +102,8 @@ fn money_paid_otherwise_is_under_review_and_never_credited_after_it_was_settled(
 
 #[test]
 fn reviewed_money_that_goes_back_at_the_processor_ends_the_review_and_posts_nothing() {
-    let reversed = |what, amount_minor| Fact::Reversed { reversal_id: "re_1".into(), what, amount_minor, currency: gbp() };
+    let reversed =
+        |what, amount_minor| Fact::Reversed { reversal_id: "re_1".into(), what, amount_minor, currency: gbp() };
     let mut world = under_review();
     world.send(0, reversed(ReversalStep::Refund, 1_000)).unwrap();
     world.send(0, reversed(ReversalStep::DisputeOpened, 4_200)).unwrap();

@@ -183,8 +183,13 @@ impl PaymentSimulation {
         let Some(id) = self.pick(which) else { return };
         let amount_minor = self.world.payments[&id].amount_minor;
         if self.processor.paid.insert(id, amount_minor).is_none() {
-            let paid =
-                Fact::Paid { processor_id: intent(id), amount_minor, currency: eur(), charge_id: Some("ch".into()), presented: None };
+            let paid = Fact::Paid {
+                processor_id: intent(id),
+                amount_minor,
+                currency: eur(),
+                charge_id: Some("ch".into()),
+                presented: None,
+            };
             self.processor.mail.push((id, paid));
         }
     }
