@@ -40,6 +40,8 @@ const WAIT_MARGIN: Duration = Duration::from_secs(10);
 const DATE_STEP: Duration = Duration::from_secs(1);
 /// The longest response body that is read.
 const MAX_RESPONSE_BYTES: usize = 4 * 1024 * 1024;
+/// The longest pause that an answer may ask for: a node is silent for no longer.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(300);
 
 /// A client of the node API.
 #[derive(Debug, Clone)]
@@ -607,13 +609,9 @@ fn header(headers: &HeaderMap, name: &str) -> Option<String> {
     headers.get(name)?.to_str().ok().map(str::to_owned)
 }
 
-/// RFC 9110 section 10.2.3: seconds or a date.
+/// The wait that a header `Retry-After` asks for; [`RETRY_AFTER_MAX`] at most.
 pub(crate) fn parse_retry_after(text: &str, now: DateTime<Utc>) -> Option<Duration> {
-    if let Ok(seconds) = text.trim().parse() {
-        return Some(Duration::from_secs(seconds));
-    }
-    let at = DateTime::parse_from_rfc2822(text.trim()).ok()?.with_timezone(&Utc);
-    Some((at - now).to_std().unwrap_or(Duration::ZERO))
+    Some(wire::retry_after::parse(text, now)?.min(RETRY_AFTER_MAX))
 }
 
 #[cfg(test)]
@@ -628,6 +626,13 @@ mod tests {
         assert_eq!(parse_retry_after(date, now), Some(Duration::from_secs(30)));
         assert_eq!(parse_retry_after(date, now + Duration::from_secs(60)), Some(Duration::ZERO));
         assert_eq!(parse_retry_after("soon", now), None);
+        for distant in ["86400", "Fri, 31 Dec 9999 23:59:59 GMT"] {
+            assert_eq!(
+                parse_retry_after(distant, now),
+                Some(RETRY_AFTER_MAX),
+                "a node is not silent for longer: {distant}"
+            );
+        }
     }
 
     #[test]

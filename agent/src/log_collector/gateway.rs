@@ -20,8 +20,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const PUSH_TIMEOUT: Duration = Duration::from_secs(40);
 /// What is read of an answer that is not a success.
 const ANSWER_BYTES: usize = 64 * 1024;
-/// The longest pause that an answer may ask for.
-const RETRY_AFTER_MAX: Duration = Duration::from_secs(300);
 
 /// What became of a push.
 #[derive(Debug)]
@@ -93,7 +91,6 @@ impl Gateway {
         }
         let retry_after = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
         let retry_after = retry_after.and_then(|text| parse_retry_after(text, self.clock.now()));
-        let retry_after = retry_after.map(|pause| pause.min(RETRY_AFTER_MAX));
         let (is_from_gateway, message) = message(response).await;
         Ok(match status {
             StatusCode::BAD_REQUEST | StatusCode::UNSUPPORTED_MEDIA_TYPE if is_from_gateway => {

@@ -5,6 +5,7 @@ use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, BodyError, Trust};
 use crate::login::Session;
 use crate::output::Output;
+use crate::retry_after;
 use reqwest::{Client, Method, Response, StatusCode, Url, header};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
@@ -187,7 +188,7 @@ impl Api {
         if answer.status() == StatusCode::UNAUTHORIZED {
             self.session.renew(&token).await?;
         }
-        let (status, after) = (answer.status(), retry_after(&answer));
+        let (status, after) = (answer.status(), retry_after::of(answer.headers()));
         let body = json_of(answer).await.ok().flatten().unwrap_or_default();
         Err(Failure::of_answer(status, &body, after))
     }
@@ -245,7 +246,7 @@ impl Api {
             Ok(answer) => answer,
             Err(error) => return self.outcome_without_answer(call, &error),
         };
-        let (status, after) = (answer.status(), retry_after(&answer));
+        let (status, after) = (answer.status(), retry_after::of(answer.headers()));
         let body = match json_of(answer).await {
             Ok(Some(body)) => body,
             Ok(None) if status.is_success() => {
@@ -315,11 +316,6 @@ fn with_idempotency_hint(failure: Failure, call: &ApiCall<'_>) -> Failure {
 async fn json_of(answer: Response) -> Result<Option<Value>, BodyError> {
     let body = http_client::body(answer, MAX_BODY_BYTES).await?;
     Ok(if body.is_empty() { Some(Value::Null) } else { serde_json::from_slice(&body).ok() })
-}
-
-fn retry_after(answer: &Response) -> Option<Duration> {
-    let seconds = answer.headers().get(header::RETRY_AFTER)?.to_str().ok()?.parse().ok()?;
-    Some(Duration::from_secs(seconds))
 }
 
 #[cfg(test)]

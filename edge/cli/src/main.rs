@@ -68,6 +68,7 @@ mod processor_events;
 mod progress;
 mod recordings;
 mod resource_ref;
+mod retry_after;
 mod roles;
 mod rollouts;
 mod routes;

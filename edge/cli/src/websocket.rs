@@ -4,10 +4,11 @@
 use crate::api::Api;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client;
+use crate::retry_after;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use reqwest::header::{
-    CONNECTION, HeaderMap, HeaderValue, RETRY_AFTER, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL,
+    CONNECTION, HeaderMap, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL,
     SEC_WEBSOCKET_VERSION, UPGRADE,
 };
 use reqwest::{StatusCode, Upgraded, Url};
@@ -54,7 +55,7 @@ pub(crate) async fn open(api: &Api, request_options: WebSocketRequest<'_>) -> Re
         |name| answer.headers().get(name).and_then(|value: &HeaderValue| value.to_str().ok()).unwrap_or_default();
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         let status = answer.status();
-        let after = header_text(RETRY_AFTER).parse().ok().map(Duration::from_secs);
+        let after = retry_after::of(answer.headers());
         let body = http_client::body(answer, MAX_MESSAGE_BYTES).await.unwrap_or_default();
         let body: Value = serde_json::from_slice(&body).unwrap_or_default();
         return Err(Failure::of_answer(status, &body, after));

@@ -101,12 +101,19 @@ describe("instants", () => {
     expect(secondsOf("Thu, 26 Nov 2026 12:00:30 GMT", now)).toBe(30);
     expect(secondsOf("999999")).toBe(600);
     expect(secondsOf("Thu, 26 Nov 2020 12:00:30 GMT", now)).toBe(0);
-    expect(secondsOf("soon")).toBeNull();
-    expect(secondsOf(null)).toBeNull();
+    expect(secondsOf("Thursday, 26-Nov-26 12:00:30 GMT", now)).toBe(30);
+    expect(secondsOf("Thu Nov 26 12:00:30 2026", now)).toBe(30);
+    expect(secondsOf("99999999999999999999999")).toBe(600);
+    for (const neither of ["soon", "soon enough", "-5", "5.3", "", "2026-11-26T12:00:30Z", null]) expect(secondsOf(neither, now)).toBeNull();
   });
 });
 
 describe("refusals", () => {
+  it("with a date in Retry-After are waited for by the service's clock", async () => {
+    const headers = { Date: "Thu, 26 Nov 2020 12:00:00 GMT", "Retry-After": "Thu, 26 Nov 2020 12:00:25 GMT" };
+    expect((await failureOf(new Response("", { status: 503, headers }))).retryAfter).toBe(25);
+  });
+
   it("of a proxy are distinguished from those of the API", async () => {
     const own = await failureOf(Response.json({ code: "rate_limited", message: "Slow down.", correlation_id: "c1", details: {} }, { status: 429, headers: { "Retry-After": "3" } }));
     expect([own.code, own.message, own.correlationId, own.retryAfter, own.isTemporary]).toEqual(["rate_limited", "Slow down.", "c1", 3, true]);

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail};
+use chrono::Utc;
 use reqwest::{Method, StatusCode, header};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::Value;
@@ -147,8 +148,8 @@ impl DevApi {
         let retry_after = answer
             .headers()
             .get(header::RETRY_AFTER)
-            .and_then(|value| value.to_str().ok()?.parse().ok())
-            .map_or(Duration::from_millis(200), Duration::from_secs);
+            .and_then(|value| wire::retry_after::parse(value.to_str().ok()?, Utc::now()))
+            .unwrap_or(Duration::from_millis(200));
         let text = match answer.bytes().await {
             Ok(text) => text,
             Err(error) => return again(error, "the answer was cut off"),

@@ -50,6 +50,26 @@ async fn busy_server_is_retried_after_retry_after_under_the_same_key() {
 }
 
 #[tokio::test]
+async fn busy_server_is_retried_at_the_date_in_retry_after() {
+    let attempts: Arc<Mutex<Vec<Instant>>> = Arc::default();
+    let seen = Arc::clone(&attempts);
+    let busy = move || async move {
+        let mut seen = seen.lock().unwrap();
+        seen.push(Instant::now());
+        if seen.len() > 1 {
+            return Json(json!({ "id": "x" })).into_response();
+        }
+        // By the server's clock, which differs from this machine's.
+        let headers = [("date", "Thu, 26 Nov 2020 12:00:00 GMT"), ("retry-after", "Thu, 26 Nov 2020 12:00:02 GMT")];
+        (StatusCode::SERVICE_UNAVAILABLE, headers, envelope("service_unavailable")).into_response()
+    };
+    let api = api(Router::new().route("/things", get(busy))).await;
+    assert_eq!(api.get("/things", &[]).await.unwrap()["id"], "x");
+    let attempts = attempts.lock().unwrap();
+    assert!(attempts.len() == 2 && attempts[1] - attempts[0] >= Duration::from_secs(2), "{attempts:?}");
+}
+
+#[tokio::test]
 async fn too_long_retry_after_is_reported_at_once() {
     let refuse = || async { (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "59")], envelope("rate_limited")) };
     let api = api(Router::new().route("/things", get(refuse))).await;

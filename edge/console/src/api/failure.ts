@@ -31,7 +31,9 @@ export function noAnswer(method: string, seconds: number | null = null): ApiFail
 
 /** The failure in an answer that is none of 2xx. */
 export async function failureOf(response: Response): Promise<ApiFailure> {
-  const retryAfter = secondsOf(response.headers.get("Retry-After"));
+  // By the service's own clock, where it says it: this device's may differ.
+  const date = Date.parse(response.headers.get("Date") ?? "");
+  const retryAfter = secondsOf(response.headers.get("Retry-After"), Number.isNaN(date) ? Date.now() : date);
   const text = await response.text().catch(() => "");
   let body: unknown;
   try {
@@ -66,7 +68,11 @@ function withoutPosition({ message, details }: Envelope): string {
 
 /** `Retry-After` in seconds, at most ten minutes (RFC 9110, 10.2.3: seconds, or a date). */
 export function secondsOf(header: string | null, now = Date.now()): number | null {
-  if (header === null) return null;
-  const seconds = /^\d{1,9}$/.test(header.trim()) ? Number(header) : Math.ceil((Date.parse(header) - now) / 1000);
-  return Number.isFinite(seconds) ? Math.min(Math.max(seconds, 0), 600) : null;
+  const text = header?.trim() ?? "";
+  // A browser reads "-5" and "5.3" as dates, too.
+  if (!/^\d+$|^[A-Za-z]{3,9},? /.test(text)) return null;
+  // The oldest form of a date names no zone, and means GMT.
+  const instant = Date.parse(text.endsWith("GMT") ? text : `${text} GMT`);
+  const seconds = /^\d/.test(text) ? Number(text) : Math.ceil((instant - now) / 1000);
+  return Number.isNaN(seconds) ? null : Math.min(Math.max(seconds, 0), 600);
 }

@@ -141,22 +141,22 @@ impl Webhooks {
             .header("webhook-signature", signatures(message.secrets, &id, &timestamp, message.body))
             .body(message.body.to_owned());
         let answer = request.send().await.map_err(|error| failure(&unreachable(error)))?;
-        check_response(&answer)
+        check_response(&answer, now)
     }
 }
 
 /// The meaning of the receiver's response. Its body is not read.
-fn check_response(answer: &Response) -> Result<(), DeliveryFailure> {
+fn check_response(answer: &Response, now: DateTime<Utc>) -> Result<(), DeliveryFailure> {
     let status = answer.status();
     if status.is_success() {
         return Ok(());
     }
     let retry_after = answer.headers().get(header::RETRY_AFTER);
-    let seconds = retry_after.and_then(|value| value.to_str().ok()).and_then(|text| text.trim().parse().ok());
+    let wait = retry_after.and_then(|value| wire::retry_after::parse(value.to_str().ok()?, now));
     let redirected = if status.is_redirection() { "; redirects are not followed" } else { "" };
     Err(DeliveryFailure {
         is_gone: status == StatusCode::GONE,
-        retry_after_seconds: seconds,
+        retry_after_seconds: wait.and_then(|wait| wait.as_secs().try_into().ok()),
         ..failure(&format!("it answered {status}{redirected}"))
     })
 }
@@ -309,6 +309,24 @@ mod tests {
         let both = [new_secret(), secret];
         let signed = signatures(&both, "msg_p5jXN8AQM9LWM0D4loKWxJek", "1614265330", body);
         assert!(signed.starts_with("v1,") && signed.ends_with(" v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="));
+    }
+
+    #[test]
+    fn retry_after_of_a_receiver_is_seconds_or_a_date() {
+        let now = DateTime::parse_from_rfc3339("2026-11-26T12:00:00Z").unwrap().to_utc();
+        let wait = |value: &str| {
+            let answer = axum::http::Response::builder().status(503).header(header::RETRY_AFTER, value).body("");
+            check_response(&Response::from(answer.unwrap()), now).unwrap_err().retry_after_seconds
+        };
+        for (value, seconds) in [
+            ("120", Some(120)),
+            ("Thu, 26 Nov 2026 12:02:00 GMT", Some(120)),
+            ("Thu, 26 Nov 2026 11:00:00 GMT", Some(0)),
+            ("Fri, 31 Dec 9999 23:59:59 GMT", Some(86_400)),
+            ("later", None),
+        ] {
+            assert_eq!(wait(value), seconds, "{value}");
+        }
     }
 
     #[test]
