@@ -418,7 +418,7 @@ fn token_error(fault: OpenIdFault, what: &str) -> ApiError {
 fn provider_error(fault: ProviderFault) -> ApiError {
     match fault {
         ProviderFault::Refused(_) => not_logged_in("The identity provider does not accept this login").because(fault),
-        ProviderFault::Away(_) => {
+        ProviderFault::Unreadable | ProviderFault::Client(_) | ProviderFault::Away(_) => {
             let message = "The identity provider cannot be used at the moment; log in again later at /console/login.";
             ApiError::new(Code::ServiceUnavailable, message).detail("reason", "identity_provider_away").because(fault)
         }

@@ -2,27 +2,32 @@
 
 pub(crate) mod login_store;
 mod loopback;
+mod oauth_answer;
 pub(crate) mod provider;
 mod provider_discovery;
 
 use crate::failure::{ExitStatus, Failure};
-use crate::output::{Column, Output, print_notice};
+use crate::output::{Column, Output};
 use crate::{Connection, http_client, variable};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
 use login_store::{Login, Store};
-use provider::{ClientConfig, Provider, ProviderMetadata, TokenGrant, discover};
+use provider::{ClientConfig, Provider, ProviderMetadata, Renewal, TokenGrant, discover};
 use provider_discovery::Resource;
 use reqwest::Url;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _};
+use std::time::Duration;
 use tokio::sync::Mutex;
 
 /// A token that expires within this time is renewed before it is used.
 const RENEW_BEFORE_END: TimeDelta = TimeDelta::seconds(20);
 const MAX_PASSWORD_BYTES: u64 = 4096;
+/// How often, and at which pauses, the store is read for a login that another process has renewed.
+const SUCCESSOR_LOOKS: u32 = 10;
+const SUCCESSOR_PAUSE: Duration = Duration::from_millis(100);
 
 const IDENTITY: [Column; 12] = [
     ("server", "/server"),
@@ -103,12 +108,14 @@ enum LoginMethod {
 }
 
 pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<(), Failure> {
-    let server = connection.named_server()?;
+    let server = connection.login_server()?;
+    // Before the user approves a login that could not be stored.
+    drop(connection.store.reserve()?);
     let login = match &args.service_account {
         Some(client) => as_service_account(client, &args, &server, connection).await?,
         None => as_person(&args, &server, connection).await?,
     };
-    let lock = connection.store.lock()?;
+    let lock = connection.store.lock(connection.out);
     connection.store.write(&login)?;
     drop(lock);
     let identity = identity_of(&login, connection.store.profile());
@@ -211,7 +218,7 @@ impl LoginArgs {
         }
         let (first, second) = if has_display() { (browser, device) } else { (device, browser) };
         first.or(second).ok_or_else(|| {
-            let next = if found.grant_types_supported.iter().any(|grant| grant == "password") {
+            let next = if found.grant_types_supported.iter().flatten().any(|grant| grant == "password") {
                 "Log in with a password: gpuctl login --username NAME"
             } else {
                 "Ask the service's operator how to log in."
@@ -246,11 +253,12 @@ fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, 
 }
 
 pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
-    let lock = connection.store.lock()?;
+    let lock = connection.store.lock(connection.out);
     // A login that cannot be read is removed too.
     let login = connection.store.read().ok().flatten();
-    let was_logged_in = connection.store.remove()?;
+    let removed = connection.store.remove();
     drop(lock);
+    // It is revoked at the provider, whether or not the file could be removed.
     if let Some(login) = &login
         && let Some(endpoint) = &login.revocation_endpoint
     {
@@ -260,12 +268,16 @@ pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
             Err(failure) => Err(failure),
         };
         if let Err(failure) = revoked {
-            print_notice(&format!(
-                "The tokens are gone from here, but live on where they are known: {}",
-                failure.message
-            ));
+            connection
+                .out
+                .notice(&format!("The tokens could not be revoked at the identity provider: {}", failure.message));
         }
     }
+    let was_logged_in = removed.map_err(|failure| {
+        failure.next(
+            "The login was revoked where the identity provider allows it; remove the file, which still has its tokens.",
+        )
+    })?;
     let sentence = if was_logged_in { "Logged out." } else { "There was no login." };
     connection.out.done(&json!({ "logged_out": was_logged_in }), sentence)
 }
@@ -334,7 +346,7 @@ fn payload(token: &SecretString) -> Option<Value> {
 }
 
 fn end_of(token: &SecretString) -> Option<DateTime<Utc>> {
-    DateTime::from_timestamp(payload(token)?["exp"].as_i64()?, 0)
+    DateTime::from_timestamp(oauth_answer::seconds(&payload(token)?["exp"])?.try_into().ok()?, 0)
 }
 
 /// The tokens of the logged-in user.
@@ -380,9 +392,9 @@ impl Session {
     pub(crate) async fn renew(&self, token: &SecretString) -> Result<bool, Failure> {
         let Self::StoredLogin { store, login: stored, out } = self else { return Ok(false) };
         let mut mine = stored.lock().await;
-        let waiting = store.clone();
-        let lock = tokio::task::spawn_blocking(move || waiting.lock()).await;
-        let _lock = lock.map_err(|error| Failure::new(ExitStatus::Failed, error.to_string()))??;
+        let (waiting, notices) = (store.clone(), *out);
+        let lock = tokio::task::spawn_blocking(move || waiting.lock(notices)).await;
+        let _lock = lock.map_err(|error| Failure::new(ExitStatus::Failed, error.to_string()))?;
         // Another process may have renewed it already, and the provider may treat the use of an old refresh token as theft.
         let Some(stored) = store.read()? else {
             return Err(
@@ -398,20 +410,65 @@ impl Session {
         if is_new {
             return Ok(true);
         }
+        if !mine.is_renewable() {
+            return Ok(false);
+        }
+        let room = match store.reserve() {
+            Ok(room) => Some(room),
+            // Its key is not spent by its use.
+            Err(failure) if mine.service_account => {
+                out.notice(&format!("The renewed token is for this command alone: {}", failure.message));
+                None
+            }
+            Err(failure) => return Err(failure),
+        };
         let granted = match &mine.refresh_token {
             _ if mine.service_account => Provider::of(&mine)?.by_client_credentials().await?,
-            Some(refresh_token) => Provider::of(&mine)?.renew(refresh_token).await?,
+            Some(refresh_token) => match Provider::of(&mine)?.renew(refresh_token).await? {
+                Renewal::Granted(granted) => granted,
+                Renewal::Spent(failure) => {
+                    if let Some(successor) = successor(store, &mine).await? {
+                        *mine = successor;
+                        return Ok(true);
+                    }
+                    mine.refresh_token = None;
+                    if let Some(room) = room {
+                        room.store(&mine)?;
+                    }
+                    return Err(failure);
+                }
+            },
             None => return Ok(false),
         };
         let TokenGrant { access_token, refresh_token, expires_at } = granted;
         mine.expires_at = expires_at.or_else(|| end_of(&access_token));
         mine.access_token = access_token;
         mine.refresh_token = refresh_token.or_else(|| mine.refresh_token.clone());
-        if let Err(failure) = store.write(&mine) {
-            out.notice(&format!("Your login was renewed and could not be kept: {}", failure.message));
+        if let Some(room) = room
+            && let Err(failure) = room.store(&mine)
+        {
+            out.notice(&format!(
+                "Your login was renewed and could not be stored, so log in again: {}",
+                failure.message
+            ));
         }
         Ok(true)
     }
+}
+
+/// The login that another process has stored in place of one whose refresh token is spent: where a home has no locks, it is about to be
+/// written.
+async fn successor(store: &Store, spent: &Login) -> Result<Option<Login>, Failure> {
+    for _ in 0..SUCCESSOR_LOOKS {
+        let is_successor = |stored: &Login| {
+            stored.server == spent.server && stored.access_token.expose_secret() != spent.access_token.expose_secret()
+        };
+        if let Some(stored) = store.read()?.filter(is_successor) {
+            return Ok(Some(stored));
+        }
+        tokio::time::sleep(SUCCESSOR_PAUSE).await;
+    }
+    Ok(None)
 }
 
 /// Whether both addresses have the same origin.

@@ -349,6 +349,14 @@ impl Connection {
         http_client::address(server)
     }
 
+    /// The service's address for a login: as the user gave it, or that of the login before.
+    pub(crate) fn login_server(&self) -> Result<Url, Failure> {
+        match (&self.server, self.store.read()) {
+            (None, Ok(Some(login))) => http_client::address(&login.server),
+            (_, _) => self.named_server(),
+        }
+    }
+
     /// The absolute path, valid from any working directory.
     pub(crate) fn ca_bundle(&self) -> Result<Option<PathBuf>, Failure> {
         let Some(path) = &self.ca_bundle else { return Ok(None) };

@@ -7,8 +7,8 @@ use std::time::Duration;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC};
 use reqwest::{Client, RequestBuilder};
 use secrecy::{ExposeSecret as _, SecretString};
-use serde::{Deserialize, Deserializer};
-use serde_json::Value;
+use serde::Deserialize;
+use serde_json::{Map, Value};
 use thiserror::Error;
 use tokio::time::Instant;
 use url::Url;
@@ -22,11 +22,16 @@ const MAX_BYTES: usize = 256 * 1024;
 const METADATA_MAX_AGE: Duration = Duration::from_secs(300);
 /// The longest error code that is taken from the provider.
 const MAX_ERROR: usize = 64;
-
-/// Errors that are a decision on the user's login, which the user has to repeat: RFC 6749, section 5.2, and OpenID Connect Core 1.0, section
-/// 3.1.2.6, which Entra ID answers refreshes with.
+/// How long the exchange of a code is sent again: less than a request of the console may take.
+const EXCHANGE_FOR: Duration = Duration::from_secs(5);
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+/// A longer life of an access token is cut.
+const LONGEST_LIFE: Duration = Duration::from_hours(366 * 24);
+/// The errors of a provider that is overloaded (RFC 6749, section 4.1.2.1).
+const PASSING: [&str; 3] = ["temporarily_unavailable", "server_error", "slow_down"];
+/// The errors that are a decision on the user's login, which the user has to repeat (RFC 6749, section 5.2; OpenID Connect Core 1.0, section
+/// 3.1.2.6).
 const DECISIONS: [&str; 4] = ["invalid_grant", "interaction_required", "login_required", "consent_required"];
-
 /// What is encoded in client credentials. The unreserved characters (RFC 3986, section 2.3) are not: some providers do not decode.
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
@@ -56,28 +61,12 @@ pub(crate) struct ProviderMetadata {
 }
 
 /// Issued tokens (RFC 6749, section 5.1).
-#[derive(Deserialize)]
 pub(crate) struct IssuedTokens {
     pub(crate) access_token: SecretString,
     pub(crate) refresh_token: Option<SecretString>,
     pub(crate) id_token: Option<SecretString>,
-    /// In seconds.
-    #[serde(default, deserialize_with = "seconds")]
-    pub(crate) expires_in: Option<u32>,
-}
-
-/// A number of seconds: a whole number, with a fraction, or as text. Providers write all three; an unreadable one counts as missing, since
-/// the tokens beside it are issued once.
-fn seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
-    let seconds = match Value::deserialize(deserializer)? {
-        Value::Number(number) => number.as_f64(),
-        Value::String(text) => text.trim().parse().ok(),
-        _ => None,
-    };
-    let seconds = seconds.filter(|seconds| (0.0..=f64::from(u32::MAX)).contains(seconds));
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let seconds = seconds.map(|seconds| seconds as u32);
-    Ok(seconds)
+    /// The life of the access token, where the provider says it.
+    pub(crate) expires_in: Option<Duration>,
 }
 
 /// Why the provider issued no tokens.
@@ -86,7 +75,13 @@ pub(crate) enum ProviderFault {
     /// Its decision: the same request is refused again.
     #[error("the identity provider refused: {0}")]
     Refused(String),
-    /// It cannot be reached, or its answer cannot be used.
+    /// It has issued tokens that cannot be read: a code or a refresh token is spent.
+    #[error("the identity provider's answer holds no access token")]
+    Unreadable,
+    /// It refuses the control plane itself, as its client: that is the operator's to correct, and no decision on this user.
+    #[error("the identity provider does not serve this client: {0}")]
+    Client(String),
+    /// It cannot be reached, or does not answer as a token endpoint at the moment.
     #[error("the identity provider cannot be used: {0}")]
     Away(String),
 }
@@ -98,12 +93,6 @@ pub struct OpenIdProvider {
     redirect_uri: String,
     client: Client,
     metadata: Mutex<Option<(Instant, Arc<ProviderMetadata>)>>,
-}
-
-/// The body of a refusal (RFC 6749, section 5.2).
-#[derive(Deserialize)]
-struct Refusal {
-    error: String,
 }
 
 impl OpenIdProvider {
@@ -171,9 +160,22 @@ impl OpenIdProvider {
             ("redirect_uri", self.redirect_uri.as_str()),
             ("code_verifier", verifier),
         ];
-        self.tokens(&form).await
+        let began = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match self.tokens(&form).await {
+                // The user has approved the login: a passing fault of the provider does not undo that.
+                Err(ProviderFault::Away(why)) if began.elapsed() + pause < EXCHANGE_FOR => {
+                    tracing::info!(error = %why, "the exchange of an authorization code is sent again");
+                    tokio::time::sleep(pause).await;
+                    pause *= 2;
+                }
+                outcome => return outcome,
+            }
+        }
     }
 
+    /// Refreshes tokens. It is sent once: a refresh token that is sent a second time can be taken for a stolen one (RFC 9700, section 4.14.2).
     pub(crate) async fn refresh(&self, refresh_token: &SecretString) -> Result<IssuedTokens, ProviderFault> {
         self.tokens(&[("grant_type", "refresh_token"), ("refresh_token", refresh_token.expose_secret())]).await
     }
@@ -193,22 +195,46 @@ impl OpenIdProvider {
             Some(secret) => form.extend([("client_id", client_id), ("client_secret", secret.expose_secret())]),
         }
         let (status, body) = send(request.form(&form)).await?;
-        match status {
-            200 => serde_json::from_slice(&body)
-                .map_err(|_| ProviderFault::Away("its answer with tokens cannot be read".to_owned())),
-            // 400 by RFC 6749, section 5.2; Auth0 answers 403 to a refresh token that has ended.
-            400..=499 => match serde_json::from_slice::<Refusal>(&body) {
-                Ok(Refusal { error }) if DECISIONS.contains(&error.as_str()) => Err(ProviderFault::Refused(error)),
-                // The client itself is refused: that is the operator's to correct, and no decision on this user.
-                Ok(Refusal { error }) => {
-                    let error: String = error.chars().take(MAX_ERROR).collect();
-                    Err(ProviderFault::Away(format!("{error} (status {status})")))
-                }
-                Err(_) => Err(ProviderFault::Away(format!("its refusal cannot be read (status {status})"))),
-            },
-            other => Err(ProviderFault::Away(format!("its token endpoint answered {other}"))),
-        }
+        read_answer(status, &body)
     }
+}
+
+/// What an answer of the token endpoint says. Providers write numbers as strings or with fractions, and refusals with other statuses than 400.
+fn read_answer(status: u16, body: &[u8]) -> Result<IssuedTokens, ProviderFault> {
+    let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
+    let Ok(fields) = serde_json::from_slice::<Map<String, Value>>(body) else {
+        return Err(match status {
+            401 | 403 => ProviderFault::Client(format!("its token endpoint answered {status}")),
+            _ => ProviderFault::Away(format!("its token endpoint answered {status}, and not in JSON")),
+        });
+    };
+    let text = |name: &str| fields.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
+    let secret = |name: &str| text(name).map(|text| SecretString::from(text.to_owned()));
+    match (text("error"), secret("access_token")) {
+        (None, Some(access_token)) if (200..300).contains(&status) => Ok(IssuedTokens {
+            access_token,
+            refresh_token: secret("refresh_token"),
+            id_token: secret("id_token"),
+            expires_in: fields.get("expires_in").and_then(life),
+        }),
+        (None, _) if (200..300).contains(&status) => Err(ProviderFault::Unreadable),
+        (Some(error), _) if status < 500 && DECISIONS.contains(&error) => Err(ProviderFault::Refused(error.to_owned())),
+        (Some(error), _) if status < 500 && status != 429 && !PASSING.contains(&error) => {
+            Err(ProviderFault::Client(error.chars().take(MAX_ERROR).collect()))
+        }
+        (_, _) => Err(ProviderFault::Away(format!("its token endpoint answered {status}"))),
+    }
+}
+
+/// A life in seconds: a number, with or without a fraction, or either of them as a string. `None` of 0, which some providers write for none.
+fn life(value: &Value) -> Option<Duration> {
+    let seconds: f64 = match value {
+        Value::Number(number) => number.as_f64()?,
+        Value::String(text) => text.trim().parse().ok()?,
+        Value::Null | Value::Bool(_) | Value::Array(_) | Value::Object(_) => return None,
+    };
+    let life = Duration::try_from_secs_f64(seconds.min(LONGEST_LIFE.as_secs_f64())).ok()?;
+    Some(Duration::from_secs(life.as_secs())).filter(|life| !life.is_zero())
 }
 
 impl ProviderMetadata {

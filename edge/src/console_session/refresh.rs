@@ -1,7 +1,8 @@
 //! The refresh of a session's tokens: one call to the identity provider for all tabs and replicas, by the holder of the lease that the
 //! session's entity gives.
 
-use chrono::{DateTime, TimeDelta, Utc};
+use chrono::{DateTime, Utc};
+use domain::BrowserSessionId;
 use domain::browser_session::{BrowserSession, Fact, RefreshState, Reply};
 use secrecy::ExposeSecret as _;
 use std::time::Duration;
@@ -20,7 +21,10 @@ const STEP: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// The life of an access token that does not say it, and cannot be verified at the moment.
-const UNKNOWN_LIFE: u32 = 60;
+const UNKNOWN_LIFE: Duration = Duration::from_secs(60);
+
+/// How long issued tokens are sent to the session's entity again where it does not answer: a takeover by another replica takes less.
+const STORE_FOR: Duration = Duration::from_secs(60);
 
 /// Refreshes the tokens beside the request, which goes on with those that it has.
 pub(super) fn spawn_ahead(app: &AppState, session: &BrowserSession) {
@@ -74,17 +78,36 @@ async fn run(app: AppState, attempt: u32, session: BrowserSession) -> Result<Bro
     let fact = match request_tokens(&app, &session).await? {
         Ok((tokens_enc, token_ends_at)) => Fact::FinishRefresh { attempt, tokens_enc, token_ends_at },
         Err(ProviderFault::Refused(error)) => Fact::RefuseRefresh { attempt, error },
-        Err(fault @ ProviderFault::Away(_)) => {
+        // Its refresh token is spent, and is never sent again.
+        Err(fault @ ProviderFault::Unreadable) => {
+            tracing::warn!(error = %fault, session.id = %session.id, "a browser session's tokens could not be refreshed");
+            Fact::RefuseRefresh { attempt, error: "unreadable_tokens".to_owned() }
+        }
+        Err(fault @ (ProviderFault::Client(_) | ProviderFault::Away(_))) => {
             tracing::warn!(error = %fault, session.id = %session.id, "a browser session's tokens could not be refreshed");
             Fact::FailRefresh { attempt }
         }
     };
-    match tell(&app, session.id, fact).await? {
+    match stored(&app, session.id, fact).await? {
         Reply::Session { session } => match &session.ended {
             None => Ok(*session),
             Some(end) => Err(session_ended(end.reason.code())),
         },
         Reply::Done | Reply::Wait | Reply::Leased { .. } => Err(away(session.token_ends_at)),
+    }
+}
+
+/// Reports the answer until it is stored: the provider has issued these tokens once, and the ones before them are spent.
+async fn stored(app: &AppState, id: BrowserSessionId, fact: Fact) -> Result<Reply, ApiError> {
+    let end = Instant::now() + STORE_FOR;
+    loop {
+        match tell(app, id, fact.clone()).await {
+            Err(error) if error.code() == Code::ServiceUnavailable && Instant::now() < end => {
+                tracing::info!(%error, session.id = %id, "the answer of a refresh is sent to its session again");
+                tokio::time::sleep(STEP).await;
+            }
+            outcome => return outcome,
+        }
     }
 }
 
@@ -130,7 +153,7 @@ async fn accepted(
             Err("token_refused")
         }
         // The provider's keys cannot be had at the moment; each request verifies the token.
-        Err(_) => Ok(Utc::now() + TimeDelta::seconds(issued.expires_in.unwrap_or(UNKNOWN_LIFE).into())),
+        Err(_) => Ok(Utc::now() + issued.expires_in.unwrap_or(UNKNOWN_LIFE)),
     }
 }
 

@@ -1,17 +1,21 @@
 //! The store of logins on this machine: one file per profile, readable by its owner alone, replaced atomically.
 
 use crate::failure::{ExitStatus, Failure};
+use crate::output::Output;
 use chrono::{DateTime, Utc};
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize, Serializer};
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// The longest file of a login.
 const MAX_LOGIN_BYTES: u64 = 256 * 1024;
+/// The room that is reserved for a login: most have a few kilobytes.
+const RESERVED_BYTES: usize = 64 * 1024;
 
 /// A login: the server, the provider and the tokens.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -57,6 +61,21 @@ fn exposed_text<S: Serializer>(secret: &SecretString, to: S) -> Result<S::Ok, S:
 pub(crate) struct Store {
     folder: PathBuf,
     profile: String,
+    pub(super) calls: FileCalls,
+}
+
+/// The calls that file systems of shared homes refuse, though others have them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FileCalls {
+    pub(super) lock: fn(&File) -> Result<(), Errno>,
+    pub(super) create: fn(&Path) -> io::Result<File>,
+}
+
+impl FileCalls {
+    pub(super) const SYSTEM: Self = Self {
+        lock: |file| flock(file, FlockOperation::LockExclusive),
+        create: |path| OpenOptions::new().create_new(true).write(true).mode(0o600).open(path),
+    };
 }
 
 /// An exclusive lock on the login of a profile.
@@ -82,7 +101,7 @@ impl Store {
         if profile.is_empty() || profile.len() > 64 || profile.starts_with('.') || !profile.chars().all(good) {
             return Err(Failure::usage("a profile's name has up to 64 letters, digits, dots, dashes and underscores"));
         }
-        Ok(Self { folder, profile: profile.to_owned() })
+        Ok(Self { folder, profile: profile.to_owned(), calls: FileCalls::SYSTEM })
     }
 
     pub(crate) fn profile(&self) -> &str {
@@ -126,10 +145,23 @@ impl Store {
         serde_json::from_str(&text).map(Some).map_err(|_| wrong("this is no login of this release"))
     }
 
+    /// Replaces the login.
     pub(crate) fn write(&self, login: &Login) -> Result<(), Failure> {
-        let text = serde_json::to_vec_pretty(login).map_err(|error| failure_at(&self.path(), &error.into()))?;
-        self.make_folder()?;
-        write_private(&self.path(), &text).map_err(|error| failure_at(&self.path(), &error))
+        self.reserve()?.store(login)
+    }
+
+    /// Room for a login that is about to be issued or renewed: where there is none, no user approves it and no refresh token is spent.
+    pub(crate) fn reserve(&self) -> Result<Reservation, Failure> {
+        let reserve = || {
+            make_folder(&self.folder)?;
+            let file = NewFile::reserve(&self.path(), RESERVED_BYTES, self.calls)?;
+            // A login that others can read is refused when it is read.
+            match file.file.metadata()?.permissions().mode() & 0o077 {
+                0 => Ok(Reservation(file)),
+                _ => Err(io::Error::other("its file system shows every file to other users")),
+            }
+        };
+        reserve().map_err(|error: io::Error| unwritable(&self.path(), &error))
     }
 
     /// Removes the login. Returns whether there was one.
@@ -141,18 +173,36 @@ impl Store {
         }
     }
 
-    /// Waits until no other process of this user changes the login, and locks it.
-    pub(crate) fn lock(&self) -> Result<ProfileLock, Failure> {
-        self.make_folder()?;
+    /// Waits until no other process of this user changes the login, and locks it. `None`, after a notice, where that cannot be done: file
+    /// systems of shared homes may have no locks.
+    pub(crate) fn lock(&self, out: Output) -> Option<ProfileLock> {
         let path = self.folder.join(format!(".{}.lock", self.profile));
-        let opened = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
-        let file = opened.map_err(|error| failure_at(&path, &error))?;
-        flock(&file, FlockOperation::LockExclusive).map_err(|error| failure_at(&path, &error.into()))?;
-        Ok(ProfileLock(file))
+        let lock = || {
+            make_folder(&self.folder)?;
+            let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path)?;
+            (self.calls.lock)(&file)?;
+            Ok(ProfileLock(file))
+        };
+        let locked: io::Result<_> = lock();
+        let warned = locked.inspect_err(|error| {
+            let path = path.display();
+            out.notice(&format!(
+                "{path} cannot be locked ({error}). Run no other gpuctl of this profile at the same moment."
+            ));
+        });
+        warned.ok()
     }
+}
 
-    fn make_folder(&self) -> Result<(), Failure> {
-        make_folder(&self.folder).map_err(|error| failure_at(&self.folder, &error))
+/// Room for a login, in the folder of logins.
+pub(crate) struct Reservation(NewFile);
+
+impl Reservation {
+    /// Replaces the login by this one.
+    pub(crate) fn store(self, login: &Login) -> Result<(), Failure> {
+        let path = self.0.path.clone();
+        let text = serde_json::to_vec_pretty(login).map_err(io::Error::from);
+        text.and_then(|text| self.0.replace_by(&text)).map_err(|error| unwritable(&path, &error))
     }
 }
 
@@ -164,16 +214,62 @@ fn failure_at(path: &Path, error: &io::Error) -> Failure {
     Failure::new(ExitStatus::Failed, format!("{}: {error}", path.display()))
 }
 
+fn unwritable(path: &Path, error: &io::Error) -> Failure {
+    Failure::new(ExitStatus::Failed, format!("the login cannot be stored in {}: {error}", path.display())).next(
+        "Make room there, make the folder writable, or name another folder in XDG_CONFIG_HOME; then repeat the command.",
+    )
+}
+
 /// Replaces a file atomically by one that only this user can read.
 pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let beside = path.with_file_name(format!(".{name}.{:016x}", rand::random::<u64>()));
-    let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&beside)?;
-    let written = file.write_all(content).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&beside, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&beside);
+    NewFile::reserve(path, content.len(), FileCalls::SYSTEM)?.replace_by(content)
+}
+
+/// A file beside the one that it is about to replace, which only this user can read. It is removed where it does not replace it.
+struct NewFile {
+    path: PathBuf,
+    beside: PathBuf,
+    file: File,
+}
+
+impl NewFile {
+    /// With so many bytes, so that a full disk or a quota is found before there is anything to lose.
+    fn reserve(path: &Path, bytes: usize, calls: FileCalls) -> io::Result<Self> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let beside = path.with_file_name(format!(".{name}.{:016x}", rand::random::<u64>()));
+        let file = (calls.create)(&beside)?;
+        let mut new = Self { path: path.to_owned(), beside, file };
+        new.file.write_all(&vec![0; bytes])?;
+        new.synchronize()?;
+        Ok(new)
     }
-    written
+
+    fn replace_by(mut self, content: &[u8]) -> io::Result<()> {
+        self.file.rewind()?;
+        self.file.write_all(content)?;
+        self.file.set_len(content.len() as u64)?;
+        self.synchronize()?;
+        fs::rename(&self.beside, &self.path)
+    }
+
+    /// A file system without this call writes to its disk by itself.
+    fn synchronize(&self) -> io::Result<()> {
+        match self.file.sync_all() {
+            Err(error)
+                if matches!(Errno::from_io_error(&error), Some(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP)) =>
+            {
+                Ok(())
+            }
+            done => done,
+        }
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        // It is absent where it has replaced the other one.
+        let _ = fs::remove_file(&self.beside);
+    }
 }
 
 #[cfg(test)]
@@ -223,6 +319,40 @@ mod tests {
             write_private(&store.path(), content).unwrap();
             let failure = store.read().unwrap_err();
             assert!(failure.exit_status == ExitStatus::LoggedOut && !failure.message.contains("hidden"), "{failure}");
+        }
+    }
+
+    #[test]
+    fn login_is_replaced_without_a_lock_and_without_remains() {
+        const OUT: Output = Output { format: crate::output::OutputFormat::Table, quiet: true };
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::new(folder.path().to_owned(), "default").unwrap();
+        assert!(store.lock(OUT).is_some());
+        type Lock = fn(&File) -> Result<(), Errno>;
+        let refusals: [Lock; 4] =
+            [|_| Err(Errno::NOSYS), |_| Err(Errno::NOLCK), |_| Err(Errno::OPNOTSUPP), |_| Err(Errno::INVAL)];
+        for lock in refusals {
+            store.calls.lock = lock;
+            assert!(store.lock(OUT).is_none());
+            store.write(&login()).unwrap();
+        }
+        drop(store.reserve().unwrap());
+        let mut left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, [".default.lock", "default.json"]);
+    }
+
+    #[test]
+    fn folder_that_shows_files_to_others_or_is_none_takes_no_login() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        let mut shared = Store::new(folder.path().to_owned(), "default").unwrap();
+        shared.calls.create = |path| OpenOptions::new().create_new(true).write(true).mode(0o644).open(path);
+        for store in [shared, Store::new(file, "default").unwrap()] {
+            let failure = store.write(&login()).unwrap_err();
+            assert!(failure.next.as_deref().unwrap_or_default().contains("XDG_CONFIG_HOME"), "{failure}");
+            assert!(!store.path().exists(), "nothing is stored where others can read it");
         }
     }
 

@@ -3,29 +3,40 @@
 
 use super::login_store::Login;
 use super::loopback::Loopback;
+use super::oauth_answer;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, BodyError, Trust};
 use crate::output::print_notice;
+use crate::retry_after;
 use chrono::{DateTime, TimeDelta, Utc};
-use oauth2::basic::{BasicClient, BasicTokenResponse};
+use oauth2::basic::{BasicClient, BasicErrorResponseType, BasicTokenResponse};
 use oauth2::{
     AuthUrl, AuthorizationCode, ClientId, ClientSecret, CsrfToken, DeviceAuthorizationUrl, EndpointNotSet, EndpointSet,
     ErrorResponse, HttpRequest, HttpResponse, PkceCodeChallenge, RedirectUrl, RefreshToken, RequestTokenError,
     ResourceOwnerPassword, ResourceOwnerUsername, Scope, StandardDeviceAuthorizationResponse, TokenResponse as _,
     TokenUrl,
 };
-use reqwest::{Client, Url};
+use reqwest::{Client, RequestBuilder, StatusCode, Url};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// The longest response of a provider that is read.
 const MAX_ANSWER_BYTES: usize = 512 * 1024;
 /// How long the user may take to log in.
 const LOGIN_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long a request is sent again after passing faults of the provider.
+const RETRY_FOR: Duration = Duration::from_secs(20);
+/// The same, where no connection can be made.
+const CONNECT_RETRY_FOR: Duration = Duration::from_secs(5);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(4);
+/// The longest pause between two polls of the device grant after faults, where the provider's own interval is no longer.
+const LONGEST_POLL_PAUSE: Duration = Duration::from_secs(10);
 
 type TokenClient = BasicClient<EndpointNotSet, EndpointNotSet, EndpointNotSet, EndpointNotSet, EndpointSet>;
 
@@ -37,8 +48,7 @@ pub(crate) struct ProviderMetadata {
     pub(crate) authorization_endpoint: Option<String>,
     pub(crate) device_authorization_endpoint: Option<String>,
     pub(crate) revocation_endpoint: Option<String>,
-    #[serde(default)]
-    pub(crate) grant_types_supported: Vec<String>,
+    pub(crate) grant_types_supported: Option<Vec<String>>,
 }
 
 /// The OAuth client, its scopes and its resource.
@@ -56,6 +66,42 @@ pub(crate) struct TokenGrant {
     pub(crate) access_token: SecretString,
     pub(crate) refresh_token: Option<SecretString>,
     pub(crate) expires_at: Option<DateTime<Utc>>,
+}
+
+/// What became of a refresh token.
+pub(crate) enum Renewal {
+    Granted(TokenGrant),
+    /// It was spent, or the provider does not accept it: it is never sent again.
+    Spent(Failure),
+}
+
+/// After which outcomes a request is sent again.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Repeats {
+    /// After every passing fault: a second request has no other effect than the first one.
+    Always,
+    /// Where the provider has not processed it. A refresh token that is sent a second time can be taken for a stolen one (RFC 9700, section
+    /// 4.14.2).
+    WhereUnprocessed,
+}
+
+impl Repeats {
+    /// The pause that the provider asks for, and how long to send the request again; `None` where the outcome is final.
+    fn after(self, outcome: &Result<HttpResponse, HttpError>) -> Option<(Option<Duration>, Duration)> {
+        match outcome {
+            Ok(answer) if oauth_answer::is_passing_fault(answer) => {
+                let is_unprocessed =
+                    matches!(answer.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+                let repeats = self == Self::Always || is_unprocessed;
+                repeats.then(|| (retry_after::of(answer.headers()), RETRY_FOR))
+            }
+            Ok(_) => None,
+            // A certificate error is permanent.
+            Err(error) if chain(error).contains("certificate") => None,
+            Err(HttpError::Sent(error)) if error.is_connect() => Some((None, CONNECT_RETRY_FOR)),
+            Err(_) => (self == Self::Always).then_some((None, RETRY_FOR)),
+        }
+    }
 }
 
 /// Reads the provider's metadata.
@@ -131,14 +177,30 @@ impl Provider {
         self.config.resource.clone().into_iter().map(|resource| ("resource", resource))
     }
 
+    /// The answer to a request of the library, in the form that it reads.
     async fn send(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let (head, body) = request.into_parts();
         let request = self.http.request(head.method, head.uri.to_string()).headers(head.headers).body(body);
-        let answer = request.send().await.map_err(HttpError::Sent)?;
-        let (status, headers) = (answer.status(), answer.headers().clone());
-        let body = http_client::body(answer, MAX_ANSWER_BYTES).await.map_err(HttpError::Read)?;
-        let mut answer = HttpResponse::new(body);
-        (*answer.status_mut(), *answer.headers_mut()) = (status, headers);
+        answer_to(request).await.map(oauth_answer::normalized)
+    }
+
+    /// The same, sent again after passing faults.
+    async fn exchange(&self, request: HttpRequest, repeats: Repeats) -> Result<HttpResponse, HttpError> {
+        let answer = repeated(repeats, || self.send(request.clone())).await?;
+        if oauth_answer::is_passing_fault(&answer) {
+            return Err(HttpError::Busy(answer.status()));
+        }
+        Ok(answer)
+    }
+
+    /// One poll of the device grant. After a passing fault the library polls again, as after a lost connection: the user may have approved
+    /// the login.
+    async fn poll(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let answer = self.send(request).await?;
+        if oauth_answer::is_passing_fault(&answer) {
+            tokio::time::sleep(retry_after::of(answer.headers()).unwrap_or_default().min(RETRY_FOR)).await;
+            return Err(HttpError::Busy(answer.status()));
+        }
         Ok(answer)
     }
 
@@ -150,7 +212,7 @@ impl Provider {
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);
         }
-        let send = |request| self.send(request);
+        let send = |request| self.exchange(request, Repeats::Always);
         request.request_async(&send).await.map(token_grant).map_err(token_error)
     }
 
@@ -158,7 +220,7 @@ impl Provider {
     pub(crate) async fn by_device(&self, endpoint: &str) -> Result<TokenGrant, Failure> {
         let endpoint = DeviceAuthorizationUrl::new(endpoint.to_owned()).map_err(malformed)?;
         let client = self.client.clone().set_device_authorization_url(endpoint);
-        let send = |request| self.send(request);
+        let send = |request| self.exchange(request, Repeats::Always);
         let mut request = client.exchange_device_code().add_scopes(self.scopes());
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);
@@ -177,7 +239,10 @@ impl Provider {
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);
         }
-        let grant = request.request_async(&send, tokio::time::sleep, Some(LOGIN_TIMEOUT)).await;
+        let request = request.set_max_backoff_interval(LONGEST_POLL_PAUSE.max(device_authorization.interval()));
+        let timeout = LOGIN_TIMEOUT.min(device_authorization.expires_in());
+        let poll = |request| self.poll(request);
+        let grant = request.request_async(&poll, tokio::time::sleep, Some(timeout)).await;
         grant.map(token_grant).map_err(token_error)
     }
 
@@ -209,7 +274,7 @@ impl Provider {
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);
         }
-        let send = |request| self.send(request);
+        let send = |request| self.exchange(request, Repeats::Always);
         request.request_async(&send).await.map(token_grant).map_err(token_error)
     }
 
@@ -217,31 +282,48 @@ impl Provider {
     /// errors have its own envelope.
     pub(crate) async fn by_client_credentials(&self) -> Result<TokenGrant, Failure> {
         let secret = self.config.client_secret.as_ref().map(|secret| secret.expose_secret());
-        let request = self.http.post(self.client.token_uri().url().clone()).basic_auth(&self.config.client_id, secret);
-        let answer = request.form(&[("grant_type", "client_credentials")]).send().await;
+        let request = || {
+            let request = self.http.post(self.client.token_uri().url().clone());
+            let request = request.basic_auth(&self.config.client_id, secret);
+            answer_to(request.form(&[("grant_type", "client_credentials")]))
+        };
+        let answer = repeated(Repeats::Always, request).await;
         let answer = answer.map_err(|error| Failure::network("the service cannot be reached", error))?;
-        let status = answer.status();
-        let body = http_client::body(answer, MAX_ANSWER_BYTES).await;
-        let body = body.map_err(|error| Failure::network("the service's answer cannot be read", error))?;
-        let body: Value = serde_json::from_slice(&body).unwrap_or_default();
-        if !status.is_success() {
-            return Err(Failure::of_answer(status, &body, None));
+        let mut body = Value::Object(oauth_answer::fields_of(answer.body()).unwrap_or_default());
+        if !answer.status().is_success() {
+            return Err(Failure::of_answer(answer.status(), &body, retry_after::of(answer.headers())));
         }
-        let issued: IssuedToken = serde_json::from_value(body)
-            .map_err(|_| Failure::new(ExitStatus::Server, "the server's answer is no access token"))?;
-        let life = TimeDelta::from_std(Duration::from_secs(issued.expires_in)).ok();
+        let Value::String(access_token) = body["access_token"].take() else {
+            return Err(Failure::new(ExitStatus::Server, "the server's answer is no access token"));
+        };
+        let life = oauth_answer::seconds(&body["expires_in"]).filter(|seconds| *seconds > 0).map(Duration::from_secs);
         Ok(TokenGrant {
-            access_token: issued.access_token,
+            access_token: access_token.into(),
             refresh_token: None,
-            expires_at: life.and_then(|life| Utc::now().checked_add_signed(life)),
+            expires_at: life.and_then(end_of_life),
         })
     }
 
     /// Refreshes the access token of a login.
-    pub(crate) async fn renew(&self, refresh_token: &SecretString) -> Result<TokenGrant, Failure> {
+    pub(crate) async fn renew(&self, refresh_token: &SecretString) -> Result<Renewal, Failure> {
         let token = RefreshToken::new(refresh_token.expose_secret().to_owned());
-        let send = |request| self.send(request);
-        self.client.exchange_refresh_token(&token).request_async(&send).await.map(token_grant).map_err(token_error)
+        let was_granted = AtomicBool::new(false);
+        let was_granted = &was_granted;
+        let send = |request| async move {
+            let answer = self.exchange(request, Repeats::WhereUnprocessed).await?;
+            was_granted.store(answer.status().is_success(), Ordering::Relaxed);
+            Ok::<_, HttpError>(answer)
+        };
+        match self.client.exchange_refresh_token(&token).request_async(&send).await {
+            Ok(response) => Ok(Renewal::Granted(token_grant(response))),
+            Err(error) => {
+                let is_refused = matches!(&error, RequestTokenError::ServerResponse(response) if *response.error() == BasicErrorResponseType::InvalidGrant);
+                // An answer that grants tokens which cannot be read has spent it, too.
+                let is_spent = is_refused || was_granted.load(Ordering::Relaxed);
+                let failure = token_error(error);
+                if is_spent { Ok(Renewal::Spent(failure.next("Log in again: gpuctl login"))) } else { Err(failure) }
+            }
+        }
     }
 
     /// Revokes a token at the provider (RFC 7009). A failure does not keep the login: it is already removed from this machine.
@@ -258,43 +340,72 @@ impl Provider {
     }
 }
 
-/// The response with a service account's access token.
-#[derive(Deserialize)]
-struct IssuedToken {
-    access_token: SecretString,
-    expires_in: u64,
-}
-
 #[derive(Debug, thiserror::Error)]
 enum HttpError {
     #[error("no answer")]
     Sent(#[source] reqwest::Error),
     #[error(transparent)]
     Read(BodyError),
+    #[error("it answered {0}")]
+    Busy(StatusCode),
+}
+
+async fn answer_to(request: RequestBuilder) -> Result<HttpResponse, HttpError> {
+    let answer = request.send().await.map_err(HttpError::Sent)?;
+    let (status, headers) = (answer.status(), answer.headers().clone());
+    let body = http_client::body(answer, MAX_ANSWER_BYTES).await.map_err(HttpError::Read)?;
+    let mut answer = HttpResponse::new(body);
+    (*answer.status_mut(), *answer.headers_mut()) = (status, headers);
+    Ok(answer)
+}
+
+/// The last outcome of a request that is sent again after passing faults, as far as `repeats` admits it.
+async fn repeated<F: Future<Output = Result<HttpResponse, HttpError>>>(
+    repeats: Repeats,
+    send: impl Fn() -> F,
+) -> Result<HttpResponse, HttpError> {
+    let began = Instant::now();
+    let mut pause = FIRST_RETRY_PAUSE;
+    loop {
+        let outcome = send().await;
+        let Some((asked, limit)) = repeats.after(&outcome) else { return outcome };
+        let after = asked.unwrap_or(pause);
+        if began.elapsed() + after > limit {
+            return outcome;
+        }
+        tokio::time::sleep(after).await;
+        pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
+    }
 }
 
 fn token_grant(response: BasicTokenResponse) -> TokenGrant {
     let secret = |text: &str| SecretString::from(text.to_owned());
-    let life = response.expires_in().and_then(|life| TimeDelta::from_std(life).ok());
     TokenGrant {
         access_token: secret(response.access_token().secret()),
         refresh_token: response.refresh_token().map(|token| secret(token.secret())),
-        expires_at: life.and_then(|life| Utc::now().checked_add_signed(life)),
+        expires_at: response.expires_in().and_then(end_of_life),
     }
+}
+
+fn end_of_life(life: Duration) -> Option<DateTime<Utc>> {
+    Utc::now().checked_add_signed(TimeDelta::from_std(life).ok()?)
 }
 
 fn malformed(error: impl std::error::Error) -> Failure {
     Failure::usage(format!("an address of the identity provider cannot be used: {error}"))
 }
 
-fn token_error<E: std::error::Error + 'static, T: ErrorResponse + std::fmt::Display + 'static>(
-    error: RequestTokenError<E, T>,
-) -> Failure {
+fn token_error<T: ErrorResponse + std::fmt::Display + 'static>(error: RequestTokenError<HttpError, T>) -> Failure {
     match error {
         RequestTokenError::ServerResponse(error_response) => {
             Failure::new(ExitStatus::LoggedOut, format!("the identity provider refuses: {error_response}"))
                 .next("Log in: gpuctl login")
         }
+        RequestTokenError::Request(HttpError::Busy(status)) => Failure::new(
+            ExitStatus::Server,
+            format!("the identity provider answered {status} for {} s", RETRY_FOR.as_secs()),
+        )
+        .next("Try again in a moment."),
         RequestTokenError::Request(error) => Failure::network("the identity provider cannot be reached", error),
         // The response may contain tokens, and is not shown.
         RequestTokenError::Parse(..) => {

@@ -1,5 +1,8 @@
 //! Logins against a scripted identity provider.
 
+mod answers;
+mod stores;
+
 use super::*;
 use crate::api::Api;
 use crate::output::OutputFormat;
@@ -20,8 +23,11 @@ struct Rotating(Arc<AtomicU64>);
 
 impl Rotating {
     async fn serve(&self) -> String {
-        let routes =
-            Router::new().route("/token", post(renew)).route("/api/v1/things", get(things)).with_state(self.clone());
+        let routes = Router::new()
+            .route("/token", post(renew))
+            .route("/api/v1/service-accounts/token", post(issue))
+            .route("/api/v1/things", get(things))
+            .with_state(self.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         tokio::spawn(async move { axum::serve(listener, routes).await });
@@ -185,13 +191,7 @@ async fn issue(State(Rotating(count)): State<Rotating>, headers: HeaderMap, form
 #[tokio::test]
 async fn service_account_logs_in_with_its_key_and_renews_its_token() {
     let issuer = Rotating::default();
-    let routes = Router::new()
-        .route("/api/v1/service-accounts/token", post(issue))
-        .route("/api/v1/things", get(things))
-        .with_state(issuer.clone());
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let server = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(async move { axum::serve(listener, routes).await });
+    let server = issuer.serve().await;
     let folder = tempfile::tempdir().unwrap();
     let store = Store::new(folder.path().to_owned(), "default").unwrap();
     let log_in = async |secret: &str| {

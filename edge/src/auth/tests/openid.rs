@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::auth::openid_provider::{LoginSettings, OpenIdProvider, ProviderFault};
-use secrecy::{ExposeSecret as _, SecretString};
+use secrecy::ExposeSecret as _;
 
 /// With the claims of an ID token, a logout token, or both.
 fn signed(provider: &Provider, kind: Option<&str>, more: &Value) -> String {
@@ -89,19 +89,23 @@ async fn metadata_of_another_issuer_or_with_addresses_without_tls_is_refused() {
     }
 }
 
-/// A client of a provider whose token endpoint answers this.
-async fn answered(status: u16, body: &str) -> (OpenIdProvider, MockServer) {
+/// A client of a provider whose token endpoint gives these answers, the last one again and again.
+async fn client_of_answers(answers: &[(u16, String)]) -> (MockServer, OpenIdProvider) {
     install_crypto();
     let server = MockServer::start().await;
     let issuer = server.uri();
     let document = json!({
         "issuer": issuer, "authorization_endpoint": format!("{issuer}/authorize"), "token_endpoint": format!("{issuer}/token"),
     });
-    for (at, answer) in [
-        ("/.well-known/openid-configuration", ResponseTemplate::new(200).set_body_json(document)),
-        ("/token", ResponseTemplate::new(status).set_body_string(body)),
-    ] {
-        Mock::given(path(at)).respond_with(answer).mount(&server).await;
+    let discovery = ResponseTemplate::new(200).set_body_json(document);
+    Mock::given(path("/.well-known/openid-configuration")).respond_with(discovery).mount(&server).await;
+    for (at, (status, body)) in answers.iter().enumerate() {
+        let answer = ResponseTemplate::new(*status).set_body_string(body);
+        let mock = Mock::given(path("/token")).respond_with(answer);
+        match at + 1 == answers.len() {
+            true => mock.mount(&server).await,
+            false => mock.up_to_n_times(1).mount(&server).await,
+        }
     }
     let settings = LoginSettings {
         client_id: "console".into(),
@@ -109,54 +113,87 @@ async fn answered(status: u16, body: &str) -> (OpenIdProvider, MockServer) {
         scope: "openid".into(),
         resource: None,
     };
-    (OpenIdProvider::new(issuer, "https://gpu.example/console/callback", None, settings).unwrap(), server)
+    let client = OpenIdProvider::new(issuer, "https://gpu.example/console/callback", None, settings).unwrap();
+    (server, client)
 }
 
 #[tokio::test]
-async fn issued_tokens_are_not_lost_by_the_form_of_their_lifetime() {
-    for (expires_in, seconds) in [
-        ("3599", Some(3599)),
-        ("3599.7", Some(3599)),
-        ("\"3599\"", Some(3599)),
-        ("null", None),
-        ("\"soon\"", None),
-        ("-1", None),
-        ("1e300", None),
-        ("[]", None),
+async fn unreserved_characters_of_a_clients_credentials_are_sent_as_they_are() {
+    let (server, client) = client_of_answers(&[(200, json!({"access_token": "a"}).to_string())]).await;
+    client.refresh(&"r".to_owned().into()).await.unwrap();
+    let requests = server.received_requests().await.unwrap();
+    let header = requests.iter().find_map(|request| request.headers.get("authorization")).unwrap();
+    let credentials = header.to_str().unwrap().strip_prefix("Basic ").unwrap();
+    let credentials = base64::engine::general_purpose::STANDARD.decode(credentials).unwrap();
+    assert_eq!(String::from_utf8(credentials).unwrap(), "console:a~b-c.d_e%2Bf%3Ag");
+}
+
+async fn sent(server: &MockServer) -> usize {
+    let requests = server.received_requests().await.unwrap();
+    requests.iter().filter(|request| request.url.path() == "/token").count()
+}
+
+#[tokio::test]
+async fn issued_tokens_are_read_as_providers_write_them() {
+    for (answer, seconds) in [
+        (json!({"access_token": "a", "refresh_token": "r", "token_type": "Bearer", "expires_in": 3599}), Some(3599)),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": "3599"}), Some(3599)),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": 3599.5, "scope": ["openid"]}), Some(3599)),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": "3599.5", "scope": null}), Some(3599)),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": 1e30}), Some(366 * 24 * 3600)),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": 0}), None),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": -5}), None),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": "soon", "error": null}), None),
     ] {
-        let body = format!(
-            r#"{{"access_token": "a", "refresh_token": "r", "expires_in": {expires_in}, "scope": ["openid"]}}"#
-        );
-        let (client, server) = answered(200, &body).await;
-        let issued = client.refresh(&"old".into()).await.unwrap_or_else(|fault| panic!("{expires_in}: {fault}"));
-        let refresh = issued.refresh_token.map(|token| token.expose_secret().to_owned());
-        assert_eq!((issued.expires_in, refresh.as_deref()), (seconds, Some("r")), "{expires_in}");
-        // Unreserved characters are as they are: not every provider decodes its clients' credentials.
-        let requests = server.received_requests().await.unwrap();
-        let credentials = requests.iter().find_map(|request| request.headers.get("authorization")).unwrap();
-        let credentials = credentials.to_str().unwrap().strip_prefix("Basic ").unwrap();
-        let credentials = base64::engine::general_purpose::STANDARD.decode(credentials).unwrap();
-        assert_eq!(String::from_utf8(credentials).unwrap(), "console:a~b-c.d_e%2Bf%3Ag");
+        let (_server, client) = client_of_answers(&[(200, format!("\u{feff}{answer}"))]).await;
+        for issued in [client.exchange("code", "verifier").await, client.refresh(&"spent".to_owned().into()).await] {
+            let issued = issued.unwrap_or_else(|fault| panic!("{answer}: {fault}"));
+            assert_eq!(issued.access_token.expose_secret(), "a", "{answer}");
+            assert_eq!(issued.refresh_token.unwrap().expose_secret(), "r", "{answer}");
+            assert_eq!(issued.expires_in.map(|life| life.as_secs()), seconds, "{answer}");
+        }
     }
-    let (client, _server) = answered(200, r#"{"access_token": "a"}"#).await;
-    assert_eq!(client.refresh(&SecretString::from("old")).await.unwrap().expires_in, None);
 }
 
 #[tokio::test]
-async fn refusal_is_a_decision_on_the_user_by_its_code_and_not_by_its_status() {
-    for (status, body, is_decision) in [
-        (400, r#"{"error": "invalid_grant"}"#, true),
-        (403, r#"{"error": "invalid_grant", "error_description": "Unknown or invalid refresh token."}"#, true),
-        (400, r#"{"error": "interaction_required", "suberror": "basic_action"}"#, true),
-        (401, r#"{"error": "invalid_client"}"#, false),
-        (400, r#"{"error": "invalid_scope"}"#, false),
-        (429, "slow down", false),
-        (502, "<html>Bad Gateway</html>", false),
-        (500, r#"{"error": "invalid_grant"}"#, false),
+async fn code_is_exchanged_again_after_a_passing_fault_and_a_refresh_token_is_sent_once() {
+    for (status, body) in [
+        (502, "<html>Bad Gateway</html>"),
+        (503, ""),
+        (429, "{}"),
+        (200, "<html>Maintenance</html>"),
+        (400, r#"{"error": "temporarily_unavailable"}"#),
     ] {
-        let (client, _server) = answered(status, body).await;
-        let fault = client.refresh(&"old".into()).await.map(drop).unwrap_err();
-        assert_eq!(matches!(fault, ProviderFault::Refused(_)), is_decision, "{status} {body}: {fault}");
-        assert!(fault.to_string().len() < 200, "{fault}");
+        let answers = [(status, body.to_owned()), (200, json!({"access_token": "a"}).to_string())];
+        let (server, client) = client_of_answers(&answers).await;
+        client.exchange("code", "verifier").await.unwrap_or_else(|fault| panic!("{status} {body}: {fault}"));
+        assert_eq!(sent(&server).await, 2, "{status} {body}");
+        let (server, client) = client_of_answers(&answers).await;
+        let fault = client.refresh(&"r".to_owned().into()).await.err().unwrap();
+        assert!(matches!(fault, ProviderFault::Away(_)) && sent(&server).await == 1, "{status} {body}: {fault}");
+    }
+}
+
+#[tokio::test]
+async fn refusals_of_the_user_and_of_the_client_differ_by_their_error() {
+    let refused = |fault: &ProviderFault| matches!(fault, ProviderFault::Refused(_));
+    let of_client = |fault: &ProviderFault| matches!(fault, ProviderFault::Client(_));
+    let unreadable = |fault: &ProviderFault| matches!(fault, ProviderFault::Unreadable);
+    type Check<'a> = &'a dyn Fn(&ProviderFault) -> bool;
+    let cases: [(u16, &str, Check<'_>); 9] = [
+        (400, r#"{"error": "invalid_grant"}"#, &refused),
+        (403, r#"{"error": "invalid_grant", "error_description": "Unknown or invalid refresh token."}"#, &refused),
+        (400, r#"{"error": "interaction_required", "suberror": "basic_action"}"#, &refused),
+        (200, r#"{"error": "invalid_grant"}"#, &refused),
+        (401, r#"{"error": "invalid_client"}"#, &of_client),
+        (400, r#"{"error": "unauthorized_client"}"#, &of_client),
+        (403, "<html>Forbidden</html>", &of_client),
+        (200, r#"{"id_token": "x", "expires_in": "3599"}"#, &unreadable),
+        (200, r#"{"access_token": ["a"]}"#, &unreadable),
+    ];
+    for (status, body, is_expected) in cases {
+        let (server, client) = client_of_answers(&[(status, body.to_owned())]).await;
+        let fault = client.exchange("code", "verifier").await.err().unwrap();
+        assert!(is_expected(&fault) && sent(&server).await == 1, "{status} {body}: {fault}");
     }
 }
