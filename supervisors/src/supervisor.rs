@@ -350,7 +350,7 @@ pub fn workers_check(rows: &[WorkerRow]) -> String {
     let fails = |row: &&WorkerRow| match row.state {
         WorkerState::Parked => row.spec.readiness != ReadinessRule::NotNeeded,
         WorkerState::BackingOff | WorkerState::Stopped => row.spec.readiness == ReadinessRule::MustRun,
-        WorkerState::Running => false,
+        WorkerState::Running | WorkerState::Idle => false,
     };
     let failing: Vec<_> =
         rows.iter().filter(fails).map(|row| format!("{} is {}", row.spec.name, row.state.name())).collect();

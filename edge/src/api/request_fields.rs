@@ -96,7 +96,7 @@ pub(crate) mod ssh_public_key;
 pub(crate) use metadata::{
     LabelChanges, LabelSelector, LabelSelectors, Labels, ResourceName, metadata, metadata_patch, terms,
 };
-pub(crate) use money::{AdjustmentMinor, AmountMinor};
+pub(crate) use money::{AdjustmentMinor, AmountMinor, DepositMinor};
 
 struct IntegerVisitor {
     expected: &'static str,

@@ -204,6 +204,8 @@ pub struct WorkerNode {
 #[serde(rename_all = "snake_case")]
 pub enum WorkerState {
     Running,
+    /// It runs, and has had no work so far: a committer opens its connection for the first transition.
+    Idle,
     /// It ended, and is restarted in a moment.
     BackingOff,
     /// It ended too often, and waits for an operator.

@@ -180,9 +180,10 @@ const fn queue(waiting: usize, bound: usize) -> QueueNode {
     QueueNode { waiting: waiting as u64, under_way: 0, bound: Some(bound as u64) }
 }
 
-/// Adds the status of a committer's lane to its worker: a lane that runs may be without a connection.
+/// Adds the status of a committer's lane to its worker: a lane that runs may be without a connection, which it opens for its first work.
 fn with_lane_status(shown: WorkerNode, lane: &LaneStatus) -> WorkerNode {
     let state = match shown.state {
+        WorkerState::Running if !lane.connected && lane.last_error.is_none() => WorkerState::Idle,
         WorkerState::Running if !lane.connected => WorkerState::BackingOff,
         state => state,
     };
@@ -192,5 +193,35 @@ fn with_lane_status(shown: WorkerNode, lane: &LaneStatus) -> WorkerNode {
         last_error: lane.last_error.clone().or(shown.last_error),
         queue: Some(queue(lane.waiting, lane.bound)),
         ..shown
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn committer_without_work_so_far_is_idle_and_one_without_a_connection_backs_off() {
+        let shown = |state: WorkerState, lane: &LaneStatus| {
+            let worker = WorkerNode {
+                name: "committer-1".to_owned(),
+                under: "store".to_owned(),
+                what: "commits".to_owned(),
+                state,
+                since: Utc::now(),
+                restarts: 0,
+                last_error: None,
+                restartable: false,
+                queue: None,
+            };
+            with_lane_status(worker, lane).state
+        };
+        let unused = LaneStatus::default();
+        let connected = LaneStatus { connected: true, batches: 1, ..LaneStatus::default() };
+        let lost = LaneStatus { connected: false, last_error: Some("refused".to_owned()), ..connected.clone() };
+        assert_eq!(shown(WorkerState::Running, &unused), WorkerState::Idle);
+        assert_eq!(shown(WorkerState::Running, &connected), WorkerState::Running);
+        assert_eq!(shown(WorkerState::Running, &lost), WorkerState::BackingOff);
+        assert_eq!(shown(WorkerState::Parked, &unused), WorkerState::Parked);
     }
 }

@@ -9,10 +9,10 @@ use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
 use domain::billing_account::{self, BillingAccount, PlanClaim};
-use domain::money::Currency;
+use domain::money::{HourlyRate, MicroAmount, Price};
 use domain::node::{self, Node};
 use domain::placement::{self, PlacementRequest};
-use domain::state_machine::CommandSort as _;
+use domain::state_machine::{CommandSort as _, Timestamp};
 use domain::tenant::{self, QuotaScopes, Tenant};
 use domain::{AllocationId, EntityKind, EntityRef, EventId, NodeId, UserId};
 use node_cache::Fleet;
@@ -124,7 +124,7 @@ impl Placer {
             billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count, plan };
         match by.directory.ask::<BillingAccount>(&by.permit, account, hold.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
-            Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, &asked.price.currency))),
+            Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, &asked.price, asked.gpu_count))),
             Err(error) => Err(SearchBlocked(error.to_string())),
         }
     }
@@ -184,14 +184,14 @@ impl Placer {
 }
 
 /// The text for the user.
-fn user_message(missing: &billing_account::Rejection, currency: &Currency) -> String {
+fn user_message(missing: &billing_account::Rejection, price: &Price, gpu_count: u32) -> String {
     match missing {
         // The account is in the currency of the price, or the rejection is another one.
         billing_account::Rejection::InsufficientBalance { needed, available, .. } => format!(
-            "A first window costs {}, and {} are available: the balance without what is held and without the next window of what runs. \
-             Pay money in, or ask for less.",
-            needed.in_currency(currency),
-            available.in_currency(currency)
+            "The first {} {}; {} are available. Pay in: `gpuctl billing top-up`",
+            first_window(*needed, HourlyRate::of(price, gpu_count)),
+            needed.in_currency(&price.currency),
+            available.in_currency(&price.currency)
         ),
         billing_account::Rejection::CurrencyDiffers { account, given } => {
             format!(
@@ -200,11 +200,23 @@ fn user_message(missing: &billing_account::Rejection, currency: &Currency) -> St
         }
         billing_account::Rejection::NotFound
         | billing_account::Rejection::Amount { .. }
-        | billing_account::Rejection::Full
+        | billing_account::Rejection::Full { .. }
         | billing_account::Rejection::MoreThanCost { .. }
         | billing_account::Rejection::TooLate { .. }
         | billing_account::Rejection::TooManyRefunds
         | billing_account::Rejection::Moved => missing.to_string(),
+    }
+}
+
+/// The first window, as the time that its cost pays for, and the verb: `minute costs`, `90 s cost`.
+fn first_window(cost: MicroAmount, rate: HourlyRate) -> String {
+    let paid_until = rate.paid_until(Timestamp::UNIX_EPOCH, cost);
+    match paid_until.map(|until| until.timestamp()) {
+        Some(60) => "minute costs".to_owned(),
+        Some(3600) => "hour costs".to_owned(),
+        Some(seconds) if seconds > 0 && seconds % 60 == 0 => format!("{} minutes cost", seconds / 60),
+        Some(seconds @ 1..) => format!("{seconds} s cost"),
+        Some(_) | None => "window costs".to_owned(),
     }
 }
 
@@ -271,17 +283,23 @@ impl From<serde_json::Error> for SearchBlocked {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use domain::money::MicroAmount;
+    use chrono::TimeDelta;
 
     #[test]
-    fn shortfall_is_in_the_currency_of_the_price() {
-        let missing = billing_account::Rejection::InsufficientBalance {
-            needed: MicroAmount::of(4_166_666),
-            available: MicroAmount::ZERO,
-            currency: None,
-        };
-        let text = user_message(&missing, &Currency::parse("EUR").unwrap());
-        assert!(text.starts_with("A first window costs 0.04166666 EUR, and 0.00 EUR are available:"), "{text}");
-        assert!(!text.contains("minor units"), "{text}");
+    fn shortfall_names_time_and_amounts_in_the_currency_of_the_price_and_the_way_to_pay() {
+        for (price_minor, gpus, seconds, text) in [
+            (100, 1, 60, "The first minute costs 0.01666666 EUR; 0.00185891 EUR are available."),
+            (250, 8, 3600, "The first hour costs 20.00 EUR; 0.00185891 EUR are available."),
+            (250, 1, 300, "The first 5 minutes cost 0.20833333 EUR; 0.00185891 EUR are available."),
+            (7, 1, 45, "The first 45 s cost 0.000875 EUR; 0.00185891 EUR are available."),
+        ] {
+            let price = Price::new("EUR", price_minor).unwrap();
+            let window = TimeDelta::seconds(seconds);
+            let needed = HourlyRate::of(&price, gpus).over(Timestamp::UNIX_EPOCH, Timestamp::UNIX_EPOCH + window);
+            let available = MicroAmount::of(185_891);
+            let missing = billing_account::Rejection::InsufficientBalance { needed, available, currency: None };
+            let message = user_message(&missing, &price, gpus);
+            assert_eq!(message, format!("{text} Pay in: `gpuctl billing top-up`"));
+        }
     }
 }

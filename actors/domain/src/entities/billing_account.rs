@@ -123,7 +123,11 @@ pub enum Rejection {
     #[error("an adjustment is at most {max} minor units, and not zero")]
     Amount { max: i64 },
     #[error("an account holds at most {HIGHEST_BALANCE_MINOR} minor units")]
-    Full,
+    Full {
+        /// The account's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<Currency>,
+    },
     #[error("{left} minor units of the allocation's cost can be credited")]
     MoreThanCost {
         left: MicroAmount,
@@ -171,9 +175,10 @@ impl state_machine::Rejection for Rejection {
                 "amount_minor",
             )
             .limited_by(PolicyKey::BillingAdjustmentMax, max),
-            Self::Full => Explanation::conflict(format!(
-                "No account holds more than {HIGHEST_BALANCE_MINOR} minor units; give less."
-            )),
+            Self::Full { currency } => {
+                let most = MicroAmount::of_minor(HIGHEST_BALANCE_MINOR).unwrap_or_default();
+                Explanation::conflict(format!("No account holds more than {}; give less.", text_of(most, currency.as_ref())))
+            }
             Self::MoreThanCost { left, currency } => Explanation::conflict(format!(
                 "Of what the allocation has cost {} are left that were not given back; leave `amount_minor` out for all of it.",
                 text_of(left, currency.as_ref())
@@ -461,7 +466,7 @@ impl BillingAccount {
         );
         if amount_minor > 0 {
             if draft.account.balance.plus(amount).minor() > HIGHEST_BALANCE_MINOR {
-                return Err(Rejection::Full);
+                return Err(Rejection::Full { currency: Some(self.currency.clone()) });
             }
             draft.post(PostingKind::Credit, amount, None, Some(reason));
             draft.after_credit(ctx);

@@ -221,6 +221,9 @@ pub enum Rejection {
     /// The approver does not hold the role that they name, or neither of the two.
     #[error("the approver does not hold {}", role.map_or("either role", PlatformRole::name))]
     RoleNotHeld { role: Option<PlatformRole> },
+    /// The change has the approval of the one role, and waits for a second person in this one.
+    #[error("the change waits for a second person in role {}", missing.name())]
+    ApprovedBefore { change: StatusChange, missing: PlatformRole },
     /// The deactivation of a SKU in use requires this text.
     #[error("the SKU is in use, and {field} is missing")]
     ReviewMissing { field: ReviewText },
@@ -252,11 +255,15 @@ impl state_machine::Rejection for Rejection {
                 "This needs the platform role `platform_operations` or `inventory_owner`; ask an \
                  administrator to bind it to you.",
             ),
+            Self::ApprovedBefore { change, missing } => Explanation::conflict(format!(
+                "This approval to {} the SKU is recorded; a second person, in role `{}`, has to approve it.",
+                change.name(),
+                missing.name()
+            ))
+            .detail("role", missing.name()),
             Self::ReviewMissing { field } => Explanation::invalid(
-                format!(
-                    "Nodes or allocations refer to the SKU: say in `{field}` what its end means for \
-                 them."
-                ),
+                "Nodes or allocations refer to the SKU: say in `impact_review` what its end means for them, and in \
+                 `rollback_plan` how it is undone.",
                 field.into_str(),
             ),
             Self::Moved => Explanation::conflict("Others decide on the SKU at this moment; look at it and ask again."),

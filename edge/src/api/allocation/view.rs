@@ -2,7 +2,7 @@
 
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
-use domain::node::Node;
+use domain::node::{self, Node};
 use domain::{Machine, Timestamp};
 use persistence::queries::AllocationCost;
 use serde::{Deserialize, Serialize};
@@ -261,12 +261,18 @@ impl HealthView {
                         at.format("%Y-%m-%d %H:%M:%S UTC")
                     )
                 });
+                let drain = node.filter(|node| matches!(node.life, node::Phase::Draining { .. })).map(|_| {
+                    "Its machine is taken out of service after its last allocation. This one runs until you release it; the next one is \
+                     on another machine."
+                        .to_owned()
+                });
                 let alerts =
                     node.map(|node| node.tenant_messages(&placed.devices, it.requested_at)).unwrap_or_default();
                 let release_at =
                     node.and_then(|node| node.evacuation_of(it.id)).map(|evacuation| evacuation.release_at);
                 let leave = release_at.map(|at| format!("It is released at {at}."));
-                let messages: Vec<String> = fault.into_iter().chain(silence).chain(alerts).chain(leave).collect();
+                let messages: Vec<String> =
+                    fault.into_iter().chain(silence).chain(drain).chain(alerts).chain(leave).collect();
                 (!messages.is_empty()).then(|| Self { status, message: messages.join(" "), release_at })
             }
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Releasing { .. } | Phase::Released { .. } => {

@@ -29,7 +29,7 @@ use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::notification_endpoint::introduce;
 use crate::api::rejection_response::{Explain as _, limited_by, not_answered};
 use crate::api::request_context::{RequestContext, UserRequest, replayed};
-use crate::api::request_fields::{AmountMinor, CurrencyCode, ReturnUrl};
+use crate::api::request_fields::{CurrencyCode, DepositMinor, ReturnUrl};
 use crate::app_state::read_model::{CurrentEntity, current, wait_until};
 use crate::app_state::{AppState, Payments};
 use crate::http::correlation::{Scope, no_store};
@@ -56,7 +56,7 @@ const MAX_CLOCK_SKEW: TimeDelta = TimeDelta::minutes(10);
 }))]
 pub(in crate::api) struct NewCheckout {
     /// Between policies `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor`.
-    amount_minor: AmountMinor,
+    amount_minor: DepositMinor,
     /// The account's own, which is taken where it is left out.
     currency: Option<CurrencyCode>,
     /// Where the payer is redirected after paying.

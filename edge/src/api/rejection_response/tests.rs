@@ -96,6 +96,10 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         sku::Rejection::WrongStatus { status: sku::CatalogStatus::Inactive, command: sku::StatusChange::Deprecate },
         sku::Rejection::RoleNotHeld { role: Some(domain::authz::PlatformRole::InventoryOwner) },
         sku::Rejection::RoleNotHeld { role: None },
+        sku::Rejection::ApprovedBefore {
+            change: sku::StatusChange::Activate,
+            missing: domain::authz::PlatformRole::InventoryOwner,
+        },
         sku::Rejection::ReviewMissing { field: sku::ReviewText::ImpactReview },
         sku::Rejection::Moved,
     ] {
@@ -126,7 +130,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         },
         billing_account::Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
         billing_account::Rejection::Amount { max: 7 },
-        billing_account::Rejection::Full,
+        billing_account::Rejection::Full { currency: domain::money::Currency::parse("EUR").ok() },
         billing_account::Rejection::MoreThanCost {
             left: domain::money::MicroAmount::of(7),
             currency: domain::money::Currency::parse("EUR").ok(),

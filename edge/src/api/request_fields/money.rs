@@ -16,6 +16,27 @@ numbers! {
     AdjustmentMinor: i64, -100000000 to 100000000;
 }
 
+/// Minor units of the currency (cents). Policies `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor` bound it.
+// Any whole number is read, so that the refusal names the bounds of the policies alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub(crate) struct DepositMinor(pub(crate) i64);
+
+impl<'de> Deserialize<'de> for DepositMinor {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let whole = IntegerVisitor { expected: "a whole number", min: i64::MIN, max: i64::MAX };
+        deserializer.deserialize_i64(whole).map(Self)
+    }
+}
+
+impl PartialSchema for DepositMinor {
+    fn schema() -> RefOr<Schema> {
+        AmountMinor::schema()
+    }
+}
+
+impl ToSchema for DepositMinor {}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,7 +2,9 @@
 
 use super::super::allocation::FIRST_REPLY_TIMEOUT;
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome, TestResponse};
+use domain::AllocationId;
 use domain::allocation::{Allocation, Fact};
+use domain::node;
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -340,6 +342,33 @@ async fn allocation_on_a_silent_machine_says_so_until_the_next_contact() {
     assert_eq!(&listed.is(200)["items"][0]["health"], health);
     api.heartbeat(node, "m", 4, Vec::new()).await;
     assert_eq!(api.get(&path).user("ann").send().await.is(200)["health"], Value::Null);
+}
+
+#[tokio::test]
+async fn allocation_on_a_draining_machine_says_so() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::On(node));
+    let id = id_of(&rent(&api, "rented", &allocation_body()).await);
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
+    let reserve = node::Fact::Reserve {
+        allocation_id: AllocationId(id),
+        gpu_count: 1,
+        keys: Vec::new(),
+        revision: 0,
+        reimages: false,
+    };
+    api.ask_as_system::<node::Node>(node.0, reserve).await;
+    let retire = json!({ "reason": "to be repaired", "drain": true });
+    let drained = api.post(&format!("/api/v1/admin/nodes/{node}/retire")).admin().json(&retire).send().await;
+    assert_eq!(drained.is(200)["state"], "draining");
+    let shown = api.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;
+    let health = &shown.is(200)["health"];
+    assert_eq!((&health["status"], &health["release_at"]), (&json!("warning"), &Value::Null));
+    let message = health["message"].as_str().unwrap();
+    assert!(message.starts_with("Its machine is taken out of service after its last allocation."), "{message}");
+    assert!(!message.contains("repaired"), "the reason is for operators: {message}");
 }
 
 #[tokio::test]

@@ -49,6 +49,18 @@ pub(super) async fn deposited(api: &ApiHarness, processor: &FakeProcessor, key: 
 }
 
 #[tokio::test]
+async fn refusals_of_an_amount_name_one_limit() {
+    let processor = FakeProcessor::default();
+    let api = ApiHarness::with_processor(&processor).await;
+    for (at, amount) in [0, -1, 999, 100_001, 100_000_001, i64::MAX].into_iter().enumerate() {
+        let refused = checkout(&api, &format!("k{at}"), &checkout_body(amount)).await;
+        assert_eq!(refused.refused(400, "invalid_request")["field"], "amount_minor", "{amount}: {}", refused.body);
+        let message = refused.body["message"].as_str().unwrap();
+        assert!(message.contains("a whole number from 1000 to 100000"), "{amount}: {message}");
+    }
+}
+
+#[tokio::test]
 async fn payment_is_created_paid_and_deposited() {
     let processor = FakeProcessor::default();
     let api = ApiHarness::with_processor(&processor).await;

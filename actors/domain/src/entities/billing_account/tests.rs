@@ -495,7 +495,7 @@ fn operator_credits_within_bounds_and_debits_available_money() {
     let dollars = Request::Adjust { amount_minor: 1, currency: Currency::parse("USD").unwrap(), reason: "r".into() };
     assert!(matches!(bench.send(dollars), Err(Rejection::CurrencyDiffers { .. })));
     let full = (0..1001).find_map(|_| adjust(&mut bench, 100_000_000).err());
-    assert_eq!(full, Some(Rejection::Full));
+    assert_eq!(full, Some(Rejection::Full { currency: Some(eur()) }));
     bench.check();
 }
 

@@ -63,8 +63,7 @@ impl SkuUsage {
 
 impl PendingChange {
     pub(super) fn deadline(&self) -> Deadline {
-        let missing = ROLES.into_iter().find(|role| *role != self.first.role).map_or("", PlatformRole::name);
-        let change = self.first.change.name();
+        let (missing, change) = (missing_role(&self.first).name(), self.first.change.name());
         Deadline::new(self.until, format!("to {change} it, a second person in role {missing} has to approve"))
     }
 }
@@ -96,7 +95,7 @@ impl Sku {
         Ok(match first {
             None => self.first_approval(approval, ctx),
             Some((first, _)) if first.user_id == approval.user_id || first.role == role => {
-                Transition::stay(Box::new(self.clone()))
+                return Err(Rejection::ApprovedBefore { change: first.change, missing: missing_role(first) });
             }
             Some((first, precondition)) => self.approved(first.clone(), approval).precondition(precondition),
         })
@@ -158,6 +157,16 @@ impl Sku {
         let next = Self { pending: None, ..self.clone() };
         let reply = Box::new(next.clone());
         Transition::to(next, reply, why)
+    }
+}
+
+/// The role of the second person.
+fn missing_role(first: &Approval) -> PlatformRole {
+    match first.role {
+        PlatformRole::InventoryOwner => PlatformRole::PlatformOperations,
+        PlatformRole::PlatformOperations | PlatformRole::BillingOperations | PlatformRole::Auditor => {
+            PlatformRole::InventoryOwner
+        }
     }
 }
 

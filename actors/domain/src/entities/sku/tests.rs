@@ -232,9 +232,11 @@ fn one_person_gives_one_approval_in_any_role() {
             approve(&sku(CatalogStatus::Draft), &ann, ApprovalRequest { role, ..approves(StatusChange::Activate) }, 0);
         let first = first.unwrap().next.unwrap();
         for role in [None, Some(OPERATIONS), Some(OWNER)] {
-            let repeated =
-                approve(&first, &ann, ApprovalRequest { role, ..approves(StatusChange::Activate) }, 1).unwrap();
-            assert!(repeated.next.is_none() && repeated.reply.pending.is_some(), "{role:?}");
+            let repeated = approve(&first, &ann, ApprovalRequest { role, ..approves(StatusChange::Activate) }, 1);
+            let given = first.pending.as_ref().unwrap().first.role;
+            let missing = if given == OWNER { OPERATIONS } else { OWNER };
+            let expected = Rejection::ApprovedBefore { change: StatusChange::Activate, missing };
+            assert_eq!(repeated.err(), Some(expected), "{role:?}");
         }
     }
 }
@@ -242,14 +244,15 @@ fn one_person_gives_one_approval_in_any_role() {
 #[test]
 fn two_people_in_one_role_are_not_enough() {
     let first = waiting(CatalogStatus::Draft, StatusChange::Activate);
-    let second = approve(&first, &person("bob", &[OPERATIONS]), approves(StatusChange::Activate), 1).unwrap();
-    assert!(second.next.is_none());
+    let second = approve(&first, &person("bob", &[OPERATIONS]), approves(StatusChange::Activate), 1);
+    let expected = Rejection::ApprovedBefore { change: StatusChange::Activate, missing: OWNER };
+    assert_eq!(second.err(), Some(expected));
 }
 
 #[test]
 fn approver_with_both_roles_gives_the_missing_or_the_named_one() {
     let role_of = |state: &Sku, given: ApprovalRequest| {
-        let next = approve(state, &person("bob", BOTH), given, 1).unwrap().next;
+        let next = approve(state, &person("bob", BOTH), given, 1).ok().and_then(|step| step.next);
         next.map(|next| next.pending.map_or_else(|| next.approvals[1].role, |pending| pending.first.role))
     };
     assert_eq!(role_of(&sku(CatalogStatus::Draft), approves(StatusChange::Activate)), Some(OPERATIONS));

@@ -362,6 +362,7 @@ fn of_a_sku() {
         Rejection::WrongStatus { status: sku::CatalogStatus::Draft, command: sku::StatusChange::Deactivate },
         Rejection::RoleNotHeld { role: Some(PlatformRole::InventoryOwner) },
         Rejection::RoleNotHeld { role: None },
+        Rejection::ApprovedBefore { change: sku::StatusChange::Activate, missing: PlatformRole::PlatformOperations },
         Rejection::ReviewMissing { field: sku::ReviewText::ImpactReview },
         Rejection::Moved,
     ];
