@@ -226,6 +226,15 @@ async fn errors_show_the_message_of_the_server_and_a_distinct_exit_code() {
         (&json!("not_found"), &json!(5)),
         "{unknown}"
     );
+    assert_eq!(
+        unknown["error"]["next"], "Look its id up: `gpuctl allocations list` shows what there is for you.",
+        "{unknown}"
+    );
+    let usage = gpuctl.run(&["-o", "json", "nodes", "drain", "gpu-1"]).await.failed(2);
+    let usage: Value = serde_json::from_str(&usage).unwrap();
+    assert!(usage["error"]["next"].as_str().unwrap().contains("gpuctl nodes retire NODE --drain"), "{usage}");
+    let state = gpuctl.run(&["allocations", "list", "--state", "nonsense"]).await.failed(2);
+    assert!(state.contains("`--state` must be one of") && !state.contains("variant"), "{state}");
     let full = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8", "--no-wait"]).await;
     full.ok();
     let refused = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8"]).await.failed(6);

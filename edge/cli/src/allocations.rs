@@ -4,8 +4,8 @@ use crate::allocation_events::Transitions;
 use crate::api::{Api, Query};
 use crate::confirmation::Confirm;
 use crate::failure::{ExitStatus, Failure};
-use crate::labels::{Metadata, MetadataChange, Selector, with_names};
-use crate::output::{Column, print_notice};
+use crate::labels::{Metadata, MetadataChange, Selector};
+use crate::output::Column;
 use crate::progress::Progress;
 use crate::resource_ref::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
 use crate::{completion, duration, printable, skus};
@@ -155,9 +155,11 @@ pub(crate) struct List {
     limit: u16,
 }
 
-const IN_A_LIST: [Column; 7] = [
+const IN_A_LIST: [Column; 9] = [
     ("ID", "/id"),
+    ("NAME", "/name"),
     ("STATE", "/state"),
+    ("HEALTH", "/health/status"),
     ("SKU", "/sku"),
     ("GPUS", "/gpu_count"),
     ("REGION", "/region_code"),
@@ -296,28 +298,16 @@ async fn list(which: List, api: &Api) -> Result<(), Failure> {
     if api.out.is_json() {
         return api.out.json(&newest);
     }
-    let mut columns = with_health(with_names(&IN_A_LIST, &newest), &newest);
-    if !items(&newest).is_empty() {
-        let me = api.get("/api/v1/me", &[]).await?;
-        columns = with_users(columns, &newest, &me["user_id"]);
-    }
-    api.out.list(&newest, &columns)
+    let me = api.get("/api/v1/me", &[]).await?;
+    api.out.list(&newest, &columns_for(&me))
 }
 
-/// With a column of health behind the state, where any entry has a known problem.
-fn with_health(mut columns: Vec<Column>, page: &Value) -> Vec<Column> {
-    if items(page).iter().any(|item| item["health"].is_object()) {
-        let state = columns.iter().position(|(title, _)| *title == "STATE").unwrap_or(columns.len());
-        columns.insert(columns.len().min(state + 1), ("HEALTH", "/health/status"));
-    }
-    columns
-}
-
-/// With a column of users before the state, where any entry is another user's than the caller's.
-fn with_users(mut columns: Vec<Column>, page: &Value, caller: &Value) -> Vec<Column> {
-    if items(page).iter().any(|item| item["user_id"] != *caller) {
-        let state = columns.iter().position(|(title, _)| *title == "STATE").unwrap_or(columns.len());
-        columns.insert(state, ("USER", "/user_id"));
+/// The columns of a list, the same ones for every content: an administrator, who sees the allocations of all users, has their users, too.
+fn columns_for(me: &Value) -> Vec<Column> {
+    let is_administrator = me["roles"].as_array().is_some_and(|roles| roles.iter().any(|role| role == "admin"));
+    let mut columns = IN_A_LIST.to_vec();
+    if is_administrator {
+        columns.insert(2, ("USER", "/user_id"));
     }
     columns
 }
@@ -407,7 +397,7 @@ async fn watch(
         watched = tokio::time::timeout(limit, watched) => watched,
         _ = tokio::signal::ctrl_c() => {
             drop(progress);
-            print_notice(&format!("{what} goes on without being watched: gpuctl allocations show {id}"));
+            api.out.notice(&format!("{what} goes on without being watched: gpuctl allocations show {id}"));
             std::process::exit(130);
         }
     };
@@ -445,27 +435,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn list_has_a_column_of_users_where_any_allocation_is_another_users() {
-        let page = json!({ "items": [{ "id": 1, "user_id": "ann" }, { "id": 2, "user_id": "bob" }] });
-        let titles = |page: &Value, caller: &str| {
-            let columns = with_users(with_names(&IN_A_LIST, page), page, &json!(caller));
-            columns.into_iter().map(|(title, _)| title).take(3).collect::<Vec<_>>()
+    fn columns_of_a_list_depend_on_the_caller_and_not_on_the_entries() {
+        let titles = |roles: Value| {
+            columns_for(&json!({ "roles": roles })).into_iter().map(|(title, _)| title).take(5).collect::<Vec<_>>()
         };
-        assert_eq!(titles(&page, "ann"), ["ID", "USER", "STATE"]);
-        let own = json!({ "items": [{ "id": 1, "user_id": "ann", "name": "train" }] });
-        assert_eq!(titles(&own, "ann"), ["ID", "NAME", "STATE"]);
-        assert_eq!(titles(&own, "root"), ["ID", "NAME", "USER"], "an administrator without any");
-    }
-
-    #[test]
-    fn list_has_a_column_of_health_where_any_allocation_has_a_problem() {
-        let titles = |page: &Value| {
-            let columns = with_health(with_names(&IN_A_LIST, page), page);
-            columns.into_iter().map(|(title, _)| title).take(3).collect::<Vec<_>>()
-        };
-        assert_eq!(titles(&json!({ "items": [{ "id": 1, "health": null }] })), ["ID", "STATE", "SKU"]);
-        let silent = json!({ "items": [{ "id": 1, "health": null }, { "id": 2, "health": { "status": "warning" } }] });
-        assert_eq!(titles(&silent), ["ID", "STATE", "HEALTH"]);
+        assert_eq!(titles(json!(["user"])), ["ID", "NAME", "STATE", "HEALTH", "SKU"]);
+        assert_eq!(titles(json!(["user", "admin"])), ["ID", "NAME", "USER", "STATE", "HEALTH"]);
     }
 
     #[test]

@@ -6,12 +6,13 @@ use clap::{ArgMatches, CommandFactory as _};
 use std::time::Duration;
 
 /// A field, and the long names (or the placeholders) of the arguments that set it. A field that is called as its flag is not here.
-const FIELDS: [(&str, &[&str]); 28] = [
+const FIELDS: [(&str, &[&str]); 31] = [
     ("allocation_id", &["allocation", "ALLOCATION"]),
     ("allowed_regions", &["region"]),
     ("amount_minor", &["amount"]),
     ("cpu.cores", &["cores"]),
     ("cpu.model", &["cpu-model"]),
+    ("events", &["event"]),
     ("expected_hardware.cpu_cores", &["expect-cores"]),
     ("expected_hardware.cpu_model", &["expect-cpu-model"]),
     ("expected_hardware.driver_version_min", &["expect-driver-version-min"]),
@@ -27,6 +28,7 @@ const FIELDS: [(&str, &[&str]); 28] = [
     ("labels", &["label"]),
     ("node_id", &["node"]),
     ("onboarding_mode", &["onboarding"]),
+    ("org_id", &["org"]),
     ("payment_id", &["payment"]),
     ("price.amount_minor_per_gpu_hour", &["price"]),
     ("project_id", &["project"]),
@@ -35,20 +37,55 @@ const FIELDS: [(&str, &[&str]); 28] = [
     ("seconds", &["for"]),
     ("ssh_key_ids", &["ssh-key"]),
     ("ssh_username", &["ssh-user"]),
+    ("user_id", &["user"]),
 ];
 
 /// The command that the words on the command line select.
-pub(crate) fn selected_command(matches: &ArgMatches) -> clap::Command {
-    let (mut command, mut matches) = (Arguments::command(), matches);
-    while let Some((name, below)) = matches.subcommand() {
-        let Some(sub) = command.find_subcommand(name) else { break };
-        (command, matches) = (sub.clone(), below);
-    }
-    command
+pub(crate) struct SelectedCommand {
+    pub(crate) leaf: clap::Command,
+    /// The command that lists what it is about, such as `gpuctl nodes list`.
+    pub(crate) list: Option<String>,
 }
 
-/// The message with arguments in the place of fields.
+impl SelectedCommand {
+    pub(crate) fn of(matches: &ArgMatches) -> Self {
+        let (mut leaf, mut matches, mut path) = (Arguments::command(), matches, "gpuctl".to_owned());
+        let mut list = None;
+        while let Some((name, below)) = matches.subcommand() {
+            let Some(sub) = leaf.find_subcommand(name) else { break };
+            path = format!("{path} {name}");
+            list = match name {
+                "ssh" | "terminal" => Some("gpuctl allocations list".to_owned()),
+                "entity" | "restart" => Some("gpuctl tree --entities".to_owned()),
+                _ if sub.find_subcommand("list").is_some() => Some(format!("{path} list")),
+                _ => list,
+            };
+            (leaf, matches) = (sub.clone(), below);
+        }
+        Self { leaf, list }
+    }
+}
+
+/// What the API says of its JSON, and what is said of an argument.
+const OF_ARGUMENTS: [(&str, &str); 9] = [
+    ("Query parameter `--", "`--"),
+    ("Field `--", "`--"),
+    (" cannot be read: unknown variant, expected ", " must be "),
+    (" cannot be read: invalid type, expected ", " must be "),
+    (" cannot be read: invalid value, expected ", " must be "),
+    (" cannot be read: invalid length, expected ", " must be "),
+    (" cannot be read: expected ", " must be "),
+    ("retire with \"drain\": true", "retire it with --drain"),
+    (" (`global` is an empty `scope`)", " (global: without any of these options)"),
+];
+
+/// The message with arguments in the place of fields, and in the words of the command line.
 pub(crate) fn with_argument_names(message: &str, command: &clap::Command) -> String {
+    let named = with_names(message, command);
+    OF_ARGUMENTS.into_iter().fold(named, |text, (api, ours)| text.replace(api, ours))
+}
+
+fn with_names(message: &str, command: &clap::Command) -> String {
     let is_part = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.');
     let mut text = String::new();
     let mut rest = message;
@@ -57,6 +94,13 @@ pub(crate) fn with_argument_names(message: &str, command: &clap::Command) -> Str
         let (word, after) = word.split_at(word.find(|c| !is_part(c)).unwrap_or(word.len()));
         let field = word.trim_end_matches('.');
         text.push_str(before);
+        // `events[0]` is an entry of a field, which an argument gives that is repeated.
+        let after = match after.strip_prefix('[').and_then(|entry| entry.split_once(']')) {
+            Some((number, after)) if before.ends_with('`') && number.bytes().all(|digit| digit.is_ascii_digit()) => {
+                after
+            }
+            Some(_) | None => after,
+        };
         // A word without an underscore is a field where it is quoted.
         let is_field = field.contains('_') || before.ends_with('`') && after.starts_with('`');
         match argument_of(field, command).filter(|_| is_field) {
@@ -151,12 +195,28 @@ mod tests {
             ("gpuctl nodes create", "Field `host` is no address.", "Field `HOST` is no address."),
             ("gpuctl nodes create", "use onboarding_mode manual.", "use --onboarding manual."),
             ("gpuctl billing adjust", "`amount_minor` must not be 0.", "`--amount` must not be 0."),
-            (
-                "gpuctl billing estimate",
-                "Query parameter `seconds` is too much.",
-                "Query parameter `--for` is too much.",
-            ),
+            ("gpuctl billing estimate", "Query parameter `seconds` is too much.", "`--for` is too much."),
             ("gpuctl policy set", "`effective_at` lies in the past.", "`--effective-at` lies in the past."),
+            (
+                "gpuctl nodes list",
+                "Query parameter `state` cannot be read: unknown variant, expected one of `active`, `offline`.",
+                "`--state` must be one of `active`, `offline`.",
+            ),
+            (
+                "gpuctl notification-endpoints create",
+                "Field `events[0]` cannot be read: expected the type of an event.",
+                "`--event` must be the type of an event.",
+            ),
+            (
+                "gpuctl policy set",
+                "x cannot be set in scope `plan`: y. Set it in one of the scopes user_id, org_id, global (`global` is an empty `scope`).",
+                "x cannot be set in scope `--plan`: y. Set it in one of the scopes --user, --org, global (global: without any of these options).",
+            ),
+            (
+                "gpuctl nodes retire",
+                "Allocation 7 is on the node; release it first, or retire with \"drain\": true.",
+                "Allocation 7 is on the node; release it first, or retire it with --drain.",
+            ),
             // Not an argument of this command, no field, or a policy key.
             ("gpuctl whoami", "`queue_seconds` is too much.", "`queue_seconds` is too much."),
             ("gpuctl allocations create", "The node is full.", "The node is full."),
@@ -177,9 +237,31 @@ mod tests {
             "details": { "field": "queue_seconds" },
         });
         let refused = Failure::of_answer(StatusCode::BAD_REQUEST, &body, None);
-        let refused = refused.naming_arguments_of(&command("gpuctl allocations create"));
+        let leaf = command("gpuctl allocations create");
+        let refused = refused.in_words_of(&SelectedCommand { leaf, list: None });
         assert_eq!(refused.message, "`--queue` must be from 0s to 1h.");
         assert_eq!(refused.to_json()["error"]["details"]["field"], "queue_seconds", "scripts get the field");
+    }
+
+    #[test]
+    fn what_is_not_found_is_looked_up_with_the_list_of_its_kind() {
+        for (line, list) in [
+            ("gpuctl nodes show x", Some("gpuctl nodes list")),
+            ("gpuctl node remove x --reason r", Some("gpuctl nodes list")),
+            ("gpuctl terminal sessions show x", Some("gpuctl terminal sessions list")),
+            ("gpuctl terminal 0198f000-0000-7000-8000-000000000000", Some("gpuctl allocations list")),
+            ("gpuctl ssh x", Some("gpuctl allocations list")),
+            ("gpuctl restart node/0198", Some("gpuctl tree --entities")),
+            ("gpuctl whoami", None),
+        ] {
+            let matches = Arguments::command().get_matches_from(line.split(' '));
+            let command = SelectedCommand::of(&matches);
+            assert_eq!(command.list.as_deref(), list, "{line}");
+            let body = json!({ "code": "not_found", "message": "There is no such node.", "details": {} });
+            let next = Failure::of_answer(StatusCode::NOT_FOUND, &body, None).in_words_of(&command).next.unwrap();
+            assert_eq!(next.contains("shows what there is"), list.is_some(), "{next}");
+            assert!(!next.contains('<') && list.is_none_or(|list| next.contains(list)), "{next}");
+        }
     }
 
     #[test]

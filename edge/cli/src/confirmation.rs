@@ -14,6 +14,11 @@ pub(crate) struct Confirm {
 }
 
 impl Confirm {
+    /// Whether the command line confirms it, so that nothing is asked.
+    pub(crate) const fn is_given(&self) -> bool {
+        self.yes
+    }
+
     /// Asks `question` on the terminal. Without a terminal `--yes` is required.
     pub(crate) fn ask(&self, question: &str) -> Result<(), Failure> {
         if self.yes {

@@ -1,7 +1,8 @@
 //! Failures of commands: as text on standard error for people, as JSON there and as the exit code for scripts.
 
+use crate::argument_names::SelectedCommand;
 use crate::printable::plain;
-use crate::{amount, argument_names, routes};
+use crate::{DEFAULT_PROFILE, amount, argument_names, routes};
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::fmt::{self, Write as _};
@@ -116,14 +117,30 @@ impl Failure {
         Self { exit_status, message: routes::for_people(message), next, answer: Some(Box::new(response)) }
     }
 
-    /// The service's refusal in terms of the command line: arguments in the place of fields, and times in the place of seconds.
+    /// The failure in terms of the command line that the user gave: its arguments in the place of the API's fields, times in the place of
+    /// seconds, and the command that lists what was not found.
     #[must_use]
-    pub(crate) fn naming_arguments_of(mut self, command: &clap::Command) -> Self {
+    pub(crate) fn in_words_of(mut self, command: &SelectedCommand) -> Self {
         let Some(answer) = &self.answer else { return self };
         let is_time = answer.field().is_some_and(|field| field.ends_with("seconds"));
-        self.message = argument_names::with_argument_names(&self.message, command);
+        self.message = argument_names::with_argument_names(&self.message, &command.leaf);
         if is_time {
             self.message = argument_names::with_times(&self.message);
+        }
+        if self.next.as_deref() == Some(LOOK_IT_UP)
+            && let Some(list) = &command.list
+        {
+            self.next = Some(format!("Look its id up: `{list}` shows what there is for you."));
+        }
+        self
+    }
+
+    /// The failure whose next step logs in to the profile that the user named.
+    #[must_use]
+    pub(crate) fn of_profile(mut self, profile: &str) -> Self {
+        const LOGIN: &str = "gpuctl login";
+        if profile != DEFAULT_PROFILE {
+            self.next = self.next.map(|next| next.replace(LOGIN, &format!("{LOGIN} --profile {profile}")));
         }
         self
     }
@@ -156,6 +173,9 @@ impl Failure {
     }
 }
 
+/// What to do where the service does not find something; [`Failure::in_words_of`] adds the command that lists it.
+const LOOK_IT_UP: &str = "Look its id up.";
+
 /// What the user can do next, where the service's message, written for API clients, does not say it.
 fn remedy(response: &ErrorResponse) -> Option<&'static str> {
     Some(match response.code.as_str() {
@@ -163,7 +183,7 @@ fn remedy(response: &ErrorResponse) -> Option<&'static str> {
         "forbidden" => {
             "`gpuctl whoami` shows who you are and your roles; an administrator gives roles of the platform, the identity provider the role admin."
         }
-        "not_found" => "Look the id up: `gpuctl <noun> list` shows what there is for you.",
+        "not_found" => LOOK_IT_UP,
         "insufficient_capacity" => "Ask for fewer GPUs or another region, or wait in line with --queue 10m.",
         "concurrency_limit_exceeded" => "Release one first: gpuctl allocations list --state active",
         "idempotency_key_reused" => "That key belongs to another request; leave --idempotency-key out.",
@@ -251,11 +271,19 @@ mod tests {
             },
             "exit_code": 5,
             "message": "The server's own words.",
-            "next": "Look the id up: `gpuctl <noun> list` shows what there is for you.",
+            "next": "Look its id up.",
             "status": 404
           }
         }
         "#);
+    }
+
+    #[test]
+    fn next_step_logs_in_to_the_profile_of_the_command() {
+        let ended = || Failure::new(ExitStatus::LoggedOut, "your login has ended").next("Log in again: gpuctl login");
+        assert_eq!(ended().of_profile("default").next.unwrap(), "Log in again: gpuctl login");
+        assert_eq!(ended().of_profile("staging").next.unwrap(), "Log in again: gpuctl login --profile staging");
+        assert_eq!(Failure::usage("x").of_profile("staging").next, None);
     }
 
     #[test]

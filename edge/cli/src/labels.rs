@@ -2,8 +2,6 @@
 
 use crate::api::Query;
 use crate::failure::Failure;
-use crate::output::Column;
-use crate::resource_ref::items;
 use serde_json::{Map, Value};
 use std::str::FromStr;
 
@@ -115,15 +113,6 @@ impl Selector {
     }
 }
 
-/// The columns of a list, with a column of names after the first where any entry has a name.
-pub(crate) fn with_names(columns: &[Column], page: &Value) -> Vec<Column> {
-    let mut columns = columns.to_vec();
-    if items(page).iter().any(|item| item["name"].is_string()) {
-        columns.insert(columns.len().min(1), ("NAME", "/name"));
-    }
-    columns
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -163,13 +152,5 @@ mod tests {
             assert!(Given::try_parse_from(["x"].iter().chain(&words)).is_err(), "{words:?}");
         }
         assert!(Given::try_parse_from(["x", "--name", "a", "--no-name"]).is_err());
-    }
-
-    #[test]
-    fn list_has_a_name_column_where_any_entry_has_a_name() {
-        let columns = [("ID", "/id"), ("STATE", "/state")];
-        let page = |name: Value| json!({ "items": [{ "id": 1, "name": null }, { "id": 2, "name": name }] });
-        assert_eq!(with_names(&columns, &page(json!("a"))), [("ID", "/id"), ("NAME", "/name"), ("STATE", "/state")]);
-        assert_eq!(with_names(&columns, &page(Value::Null)), columns);
     }
 }

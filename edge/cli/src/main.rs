@@ -79,9 +79,11 @@ mod ssh;
 mod ssh_keys;
 mod supervision_tree;
 mod terminal;
+mod usage_error;
 mod websocket;
 
 use api::Api;
+use argument_names::SelectedCommand;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
@@ -228,16 +230,21 @@ fn idempotency_key(text: &str) -> Result<String, String> {
 fn main() -> ExitCode {
     // A completion request of a shell is answered here, and the process ends.
     CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
-    let matches = Arguments::command().get_matches();
-    let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let parsed = Arguments::command().try_get_matches();
+    let parsed = parsed.and_then(|matches| Ok((Arguments::from_arg_matches(&matches)?, matches)));
+    let (arguments, matches) = match parsed {
+        Ok(parsed) => parsed,
+        Err(error) => return usage_error::report(&error, std::env::args_os().skip(1)),
+    };
     let format = arguments.common.output;
+    let profile = profile_of(&arguments.common);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime =
         runtime.map_err(|error| Failure::new(ExitStatus::Failed, format!("this machine gives no room: {error}")));
     match runtime.and_then(|runtime| runtime.block_on(run(arguments))) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            let failure = failure.naming_arguments_of(&argument_names::selected_command(&matches));
+            let failure = failure.in_words_of(&SelectedCommand::of(&matches)).of_profile(&profile);
             match format {
                 OutputFormat::Table => print_notice(&failure.to_string()),
                 OutputFormat::Json => print_notice(&failure.to_json().to_string()),
@@ -328,9 +335,16 @@ pub(crate) struct Connection {
     pub(crate) out: Output,
 }
 
+/// The profile where none is named.
+pub(crate) const DEFAULT_PROFILE: &str = "default";
+
+fn profile_of(common: &Common) -> String {
+    common.profile.clone().or_else(|| variable("SVC_PROFILE")).unwrap_or_else(|| DEFAULT_PROFILE.to_owned())
+}
+
 impl Connection {
     fn of(common: Common) -> Result<Self, Failure> {
-        let profile = common.profile.or_else(|| variable("SVC_PROFILE")).unwrap_or_else(|| "default".to_owned());
+        let profile = profile_of(&common);
         Ok(Self {
             server: common.server.or_else(|| variable("SVC_BASE_URL")),
             ca_bundle: common.ca_bundle.or_else(|| variable("SVC_CA_BUNDLE_PATH").map(PathBuf::from)),

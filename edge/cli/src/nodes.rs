@@ -6,7 +6,7 @@ use crate::api::{Api, Query};
 use crate::completion;
 use crate::confirmation::Confirm;
 use crate::failure::Failure;
-use crate::labels::{MetadataChange, Selector, with_names};
+use crate::labels::{MetadataChange, Selector};
 use crate::output::Column;
 use crate::resource_ref::{self, NODE, Ref, ResourceKind};
 use clap::ValueEnum;
@@ -241,8 +241,9 @@ const ORDERED: [Column; 6] = [
     ("due", "/deadline_at"),
 ];
 
-const IN_A_LIST: [Column; 8] = [
+const IN_A_LIST: [Column; 9] = [
     ("ID", "/id"),
+    ("NAME", "/name"),
     ("HOST", "/host"),
     ("STATE", "/state"),
     ("SKU", "/sku"),
@@ -344,7 +345,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
                 true => api.list(NODE.path, &query, limit.into()).await?,
                 false => resource_ref::present_nodes(&query, limit.into(), api).await?,
             };
-            api.out.list(&page, &with_names(&IN_A_LIST, &page))
+            api.out.list(&page, &IN_A_LIST)
         }
         Command::Show { node } => show(&node, api).await,
         Command::Create(wanted) => onboarding::create(wanted, api).await,

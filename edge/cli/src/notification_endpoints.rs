@@ -6,8 +6,32 @@ use crate::confirmation::Confirm;
 use crate::failure::Failure;
 use crate::output::Column;
 use crate::resource_ref::{NOTIFICATION_ENDPOINT, Ref};
+use clap::builder::PossibleValuesParser;
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
+
+/// The types of events that endpoints are notified of, in the order of the API's description.
+const EVENTS: [&str; 19] = [
+    "provisioning.active",
+    "provisioning.failed",
+    "provisioning.release_failed",
+    "provisioning.release_exhausted",
+    "provisioning.released",
+    "node.state_changed",
+    "node.tenant_faulted",
+    "node.evacuation_begun",
+    "node.evacuation_ended",
+    "terminal.opened",
+    "terminal.closed",
+    "billing.balance_low",
+    "billing.balance_depleted",
+    "billing.payment_deposited",
+    "billing.deposit_refused",
+    "billing.refund_succeeded",
+    "billing.refund_refused",
+    "billing.refund_given_back",
+    "billing.reversal_posted",
+];
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -80,7 +104,7 @@ pub(crate) struct Create {
     #[arg(long, group = "target")]
     email: bool,
     /// An event type that it is notified of; repeatable; all types by default.
-    #[arg(long = "event", value_name = "TYPE")]
+    #[arg(long = "event", value_name = "TYPE", value_parser = PossibleValuesParser::new(EVENTS))]
     events: Vec<String>,
     /// For your organisation's events.
     #[arg(long)]
@@ -96,7 +120,7 @@ pub(crate) struct Set {
     #[arg(long, group = "change")]
     url: Option<String>,
     /// An event type that it is notified of; repeatable.
-    #[arg(long = "event", value_name = "TYPE", group = "change")]
+    #[arg(long = "event", value_name = "TYPE", group = "change", value_parser = PossibleValuesParser::new(EVENTS))]
     events: Vec<String>,
     /// All events.
     #[arg(long, group = "change", conflicts_with = "events")]
@@ -276,5 +300,35 @@ impl Letters {
         }
         let settled = api.post(&format!("{}/dead-letters/{how}", path(id)), &body).await?;
         api.out.show(&settled, &ALONE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn events_are_those_of_the_api() {
+        let file = "../src/api/tests/snapshots/edge__api__tests__contract__openapi.snap";
+        let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+        let description: Value = serde_json::from_str(text.splitn(3, "---\n").nth(2).unwrap()).unwrap();
+        let mut groups: Vec<(&str, Vec<&str>)> = Vec::new();
+        for (group, event) in EVENTS.iter().map(|event| event.split_once('.').unwrap()) {
+            match groups.last_mut() {
+                Some((last, events)) if *last == group => events.push(event),
+                _ => groups.push((group, vec![event])),
+            }
+        }
+        let groups: Vec<_> = groups.iter().map(|(group, events)| format!(r"{group}\.({})", events.join("|"))).collect();
+        let pattern = &description["components"]["schemas"]["EventName"]["pattern"];
+        assert_eq!(*pattern, format!("^({})$", groups.join("|")));
+    }
+
+    #[test]
+    fn unknown_event_is_refused_with_the_list_of_events() {
+        let words = ["gpuctl", "notification-endpoints", "create", "--email", "--event", "billing.low"];
+        let error = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap_err().to_string();
+        assert!(EVENTS.iter().all(|event| error.contains(event)), "{error}");
     }
 }

@@ -7,7 +7,7 @@ use crate::billing::accounts::currency_of;
 use crate::completion;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
-use crate::output::{Column, print_notice};
+use crate::output::{Column, Output, print_notice};
 use crate::printable::plain;
 use crate::progress::Progress;
 use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
@@ -163,7 +163,7 @@ pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
     } else {
         api.out.show(&begun, &CHECKOUT)?;
     }
-    open_page(url, wanted.no_open);
+    open_page(url, wanted.no_open, api.out);
     if wanted.wait { wait_until_deposited(id, wanted.timeout, api).await } else { Ok(()) }
 }
 
@@ -172,7 +172,7 @@ pub(crate) async fn pay(wanted: Pay, api: &Api) -> Result<(), Failure> {
     let checkout = api.post_empty(&format!("{}/checkout-session", path(id))).await?;
     let (_, url) = checkout_of(&checkout)?;
     api.out.show(&checkout, &CHECKOUT)?;
-    open_page(url, wanted.no_open);
+    open_page(url, wanted.no_open, api.out);
     Ok(())
 }
 
@@ -181,9 +181,9 @@ pub(crate) async fn cancel(payment: &Ref, api: &Api) -> Result<(), Failure> {
     api.out.show(&api.post_empty(&format!("{}/cancel", path(id))).await?, &PAYMENT)
 }
 
-fn open_page(url: &str, no_open: bool) {
+fn open_page(url: &str, no_open: bool, out: Output) {
     if !no_open && open::that_detached(url).is_err() {
-        print_notice("No browser could be opened here; open that address yourself.");
+        out.notice("No browser could be opened here; open that address yourself.");
     }
 }
 

@@ -2,10 +2,10 @@
 
 use crate::api::{Api, Query};
 use crate::completion;
-use crate::failure::Failure;
+use crate::failure::{ExitStatus, Failure};
 use crate::instant;
 use crate::output::Column;
-use crate::resource_ref::{Ref, ResourceKind};
+use crate::resource_ref::{Ref, ResourceKind, items};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 
@@ -119,6 +119,7 @@ const RESOLVED: [Column; 5] =
     [("key", "/key"), ("value", "/value"), ("from", "/source"), ("scope", "/scope"), ("since", "/effective_at")];
 
 const PATH: &str = "/api/v1/admin/policy-values";
+const CATALOG_PATH: &str = "/api/v1/admin/policies";
 
 const VALUE: ResourceKind = ResourceKind {
     noun: "policy value",
@@ -131,16 +132,32 @@ const VALUE: ResourceKind = ResourceKind {
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
         Command::Catalog => {
-            let catalog = api.get("/api/v1/admin/policies", &[]).await?;
+            let catalog = api.get(CATALOG_PATH, &[]).await?;
             api.out.list(&catalog, &CATALOG)
         }
         Command::List { key, scope, limit } => {
             let mut query: Query<'_> = scope.fields().collect();
-            query.extend(key.map(|key| ("key", key)));
-            api.out.list(&api.list(PATH, &query, limit.into()).await?, &VALUES)
+            query.extend(key.clone().map(|key| ("key", key)));
+            let page = api.list(PATH, &query, limit.into()).await?;
+            api.out.list(&page, &VALUES)?;
+            if let Some(key) = key.filter(|_| items(&page).is_empty()) {
+                api.out.notice(&not_set(&key));
+            }
+            Ok(())
         }
         Command::Show { policy_value } => {
-            let id = policy_value.id(&VALUE, api).await?;
+            let id = match policy_value.id(&VALUE, api).await {
+                Err(failure) if failure.exit_status == ExitStatus::NotFound => {
+                    let key = policy_value.to_string();
+                    let is_key = api.get(CATALOG_PATH, &[]).await.is_ok_and(|all| is_in(&all, &key));
+                    return Err(if is_key {
+                        Failure { message: not_set(&key), next: None, ..failure }
+                    } else {
+                        failure
+                    });
+                }
+                id => id?,
+            };
             api.out.show(&api.get(&format!("{PATH}/{id}"), &[]).await?, &VALUES)
         }
         Command::Set { key, value, scope, reason, effective_at, old_value } => {
@@ -169,6 +186,18 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             api.out.show(&api.get(&format!("{PATH}/resolve"), &query).await?, &RESOLVED)
         }
     }
+}
+
+fn is_in(catalog: &Value, key: &str) -> bool {
+    items(catalog).iter().any(|row| row["key"] == key)
+}
+
+/// What holds where no value is set.
+fn not_set(key: &str) -> String {
+    format!(
+        "{key} has no value of its own here; `gpuctl policy resolve {key}` shows what holds, and `gpuctl policy catalog` its default and \
+         its bounds"
+    )
 }
 
 /// The value with the type that its text has: the server refuses a wrong type.

@@ -3,7 +3,6 @@
 use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
-use crate::labels::with_names;
 use crate::output::Column;
 use crate::resource_ref::{NODE, ROLLOUT, Ref};
 use serde_json::{Value, json};
@@ -119,7 +118,8 @@ const ALONE: [Column; 21] = [
 
 const FAILED: [Column; 2] = [("FAILED NODE", "/node_id"), ("WHY", "/reason")];
 const SKIPPED: [Column; 2] = [("SKIPPED NODE", "/node_id"), ("WHY", "/reason")];
-const NODES: [Column; 4] = [("NODE", "/node_id"), ("HOST", "/host"), ("OUTCOME", "/outcome"), ("WHY", "/reason")];
+const NODES: [Column; 5] =
+    [("NODE", "/node_id"), ("NAME", "/name"), ("HOST", "/host"), ("OUTCOME", "/outcome"), ("WHY", "/reason")];
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
@@ -144,7 +144,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Nodes { rollout, limit } => {
             let id = rollout.id(&ROLLOUT, api).await?;
             let nodes = api.list(&format!("{}/{id}/nodes", ROLLOUT.path), &Query::default(), limit.into()).await?;
-            api.out.list(&nodes, &with_names(&NODES, &nodes))
+            api.out.list(&nodes, &NODES)
         }
         Command::Create(new) => create(new, api).await,
         Command::Pause(order) => send_action(&order, "pause", api).await,

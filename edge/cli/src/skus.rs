@@ -38,9 +38,11 @@ pub(crate) enum Command {
     Update(Update),
     /// Approves that it is offered.
     Activate(Decision),
-    /// Approves that it is offered no longer; what runs stays.
+    /// Approves that it is on its way out: it is listed no more and gets no further nodes. What runs goes on, and who knows its name rents
+    /// it while its nodes last.
     Deprecate(Decision),
-    /// Approves that it is withdrawn.
+    /// Approves that it is withdrawn: it can no more be rented, and what runs goes on. Where nodes or allocations refer to it, give --impact-review
+    /// and --rollback-plan, too.
     Deactivate(Decision),
 }
 

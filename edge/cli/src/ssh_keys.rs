@@ -2,15 +2,18 @@
 
 use crate::api::Api;
 use crate::completion;
+use crate::confirmation::Confirm;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::printable::plain;
-use crate::resource_ref::{Ref, SSH_KEY};
-use serde_json::json;
+use crate::printable::{cell, plain};
+use crate::resource_ref::{Ref, SSH_KEY, items};
+use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+/// More than a user may have.
+const MAX_KEYS: usize = 1000;
 /// The longest file of a public key.
 const MAX_KEY_FILE_BYTES: u64 = 16 * 1024;
 
@@ -43,13 +46,15 @@ pub(crate) enum Command {
         #[command(flatten)]
         of: UserSelector,
     },
-    /// Removes a key.
+    /// Removes a key: it opens no allocation any more. The oldest other one takes the place of the default key.
     #[command(visible_alias = "rm")]
     Delete {
         #[arg(add = completion::of(&SSH_KEY))]
         key: Ref,
         #[command(flatten)]
         of: UserSelector,
+        #[command(flatten)]
+        confirm: Confirm,
     },
     /// Uses this key for your allocations by default.
     Default {
@@ -108,17 +113,49 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
             api.out.show(&api.get(&format!("{}/{id}", of.path()), &[]).await?, &KEYS)
         }
-        Command::Delete { key, of } => {
-            let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
-            let deleted = api.delete(&format!("{}/{id}", of.path()), &[]).await?;
-            api.out.done(&deleted, &format!("Key {key} is deleted."))
-        }
+        Command::Delete { key, of, confirm } => delete(&key, &of, &confirm, api).await,
         Command::Default { key, of } => {
             let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
             let now = api.post_empty(&format!("{}/{id}/default", of.path())).await?;
             api.out.done(&now, &format!("Key {key} opens what you rent from now on."))
         }
     }
+}
+
+async fn delete(key: &Ref, of: &UserSelector, confirm: &Confirm, api: &Api) -> Result<(), Failure> {
+    let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
+    let keys = api.list(&of.path(), &[], MAX_KEYS).await;
+    // A confirmed command needs no list.
+    let keys = if confirm.is_given() { keys.unwrap_or_default() } else { keys? };
+    let heir = heir_of(items(&keys), &id.to_string());
+    if let Some(heir) = heir {
+        confirm.ask(&question(key, heir))?;
+    }
+    let deleted = api.delete(&format!("{}/{id}", of.path()), &[]).await?;
+    let now = heir.flatten().map(|heir| format!(" The default key is {} now.", name_in_list(heir))).unwrap_or_default();
+    api.out.done(&deleted, &format!("Key {key} is deleted.{now}"))
+}
+
+/// The key that takes the place of the default key `id`, `Some(None)` where there is no other one; `None` where `id` is not the default.
+/// The list has the oldest first.
+fn heir_of<'a>(keys: &'a [Value], id: &str) -> Option<Option<&'a Value>> {
+    let is_default = keys.iter().any(|key| key["id"] == id && key["is_default"] == true);
+    is_default.then(|| keys.iter().find(|key| key["id"] != id))
+}
+
+fn question(key: &Ref, heir: Option<&Value>) -> String {
+    let after = match heir {
+        Some(heir) => format!("The default is then {}, the oldest other one: it opens", name_in_list(heir)),
+        None => "There is no other one: by terminals alone, you reach".to_owned(),
+    };
+    format!(
+        "{key} is the default key. {after} allocations for which no key was chosen, those that run included. Delete {key}?"
+    )
+}
+
+/// `laptop (SHA256:…)`.
+fn name_in_list(key: &Value) -> String {
+    format!("{} ({})", cell(&key["name"]), cell(&key["fingerprint"]))
 }
 
 /// The single public key in a file; `-` is standard input.
@@ -156,6 +193,18 @@ fn name_of(file: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn question_before_the_default_key_is_deleted_names_the_oldest_other_one() {
+        let key = |id: &str, is_default: bool| json!({ "id": id, "name": id, "fingerprint": "SHA256:x", "is_default": is_default });
+        let keys = [key("oldest", false), key("newer", false), key("laptop", true)];
+        assert_eq!(heir_of(&keys, "newer"), None, "no default key: nothing is asked");
+        let heir = heir_of(&keys, "laptop").unwrap();
+        let asked = question(&"laptop".parse().unwrap(), heir);
+        assert!(asked.contains("The default is then oldest (SHA256:x), the oldest other one"), "{asked}");
+        assert_eq!(heir_of(&keys[2..], "laptop"), Some(None));
+        assert!(question(&"laptop".parse().unwrap(), None).contains("by terminals alone"));
+    }
 
     #[test]
     fn one_public_key_is_read_and_a_private_one_is_refused() {

@@ -26,6 +26,9 @@ pub(crate) struct TreeArgs {
     /// Entities that failed too often, and nothing else.
     #[arg(long)]
     parked: bool,
+    /// With the entities, one by one.
+    #[arg(long)]
+    entities: bool,
     /// With every member's shards one by one.
     #[arg(long)]
     shards: bool,
@@ -46,19 +49,28 @@ const ENTITIES: [Column; 9] = [
     ("LAST ERROR", "/last_error"),
 ];
 
+impl TreeArgs {
+    /// Whether entities are listed: a service of any size has more than a screen shows.
+    const fn lists_entities(&self) -> bool {
+        self.entities || self.kind.is_some() || self.state.is_some() || self.overdue || self.parked
+    }
+}
+
 pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
+    let lists_entities = args.lists_entities() || api.out.is_json();
     let mut query: Query<'_> = Vec::new();
     query.extend(args.kind.map(|kind| ("kind", kind)));
     query.extend(args.state.map(|state| ("state", state)));
     for (name, wanted) in [("overdue", args.overdue), ("parked", args.parked), ("shards", args.shards)] {
         query.extend(wanted.then(|| (name, "true".to_owned())));
     }
-    let tree = read(&query, args.limit as usize, api).await?;
+    let limit = if lists_entities { args.limit as usize } else { 1 };
+    let tree = read(&query, limit, api).await?;
     if api.out.is_json() {
         return api.out.json(&tree);
     }
     let text = match (args.overdue, args.parked) {
-        (false, false) => drawn(&tree),
+        (false, false) => drawn(&tree, lists_entities),
         (true, false) => entities_alone(&tree, "overdue"),
         (false, true) => entities_alone(&tree, "parked"),
         (true, true) => entities_alone(&tree, "overdue and parked"),
@@ -122,7 +134,7 @@ fn items<'a>(of: &'a Value, name: &str) -> &'a [Value] {
 }
 
 /// Writing to a string cannot fail.
-fn drawn(tree: &Value) -> String {
+fn drawn(tree: &Value, lists_entities: bool) -> String {
     let mut text = String::new();
     for member in items(tree, "members") {
         let [name, id, shards, awake, waiting] =
@@ -145,6 +157,10 @@ fn drawn(tree: &Value) -> String {
         let _ = writeln!(text, "{}", crate::overview::counts(kind, states));
     }
     let _ = writeln!(text, "overdue: {}, parked: {}", cell(&tree["overdue"]), cell(&tree["parked"]));
+    if !lists_entities {
+        text.push_str("The entities one by one: --entities, --kind KIND, --overdue or --parked.\n");
+        return text;
+    }
     let entities = items(tree, "entities");
     if !entities.is_empty() {
         let _ = writeln!(text, "\n{}", table_text(entities, &ENTITIES));
@@ -218,7 +234,10 @@ mod tests {
             "overdue": 1, "parked": 0, "truncated": true,
             "entities": [{ "kind": "node", "id": "0199", "member_name": "replica-1", "status": "awake", "state": "offline" }],
         });
-        insta::assert_snapshot!(drawn(&tree));
+        insta::assert_snapshot!(drawn(&tree, true));
+        let without = drawn(&tree, false);
+        assert!(without.starts_with("replica-1  0197") && without.contains("node: 2 active, 1 offline"), "{without}");
+        assert!(!without.contains("KIND  ID") && without.ends_with("--overdue or --parked.\n"), "{without}");
     }
 
     #[test]

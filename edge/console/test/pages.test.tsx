@@ -632,6 +632,23 @@ describe("the allocation of another user", () => {
   });
 });
 
+describe("the deletion of the default SSH key", () => {
+  it("names the key that takes its place, the oldest other one", async () => {
+    const keys = [
+      { ...sshKey, id: "0198f000-0000-7000-8000-0000000000a1", name: "oldest", is_default: false },
+      { ...sshKey, id: "0198f000-0000-7000-8000-0000000000a2", name: "newer", is_default: false },
+      { ...sshKey, id: "0198f000-0000-7000-8000-0000000000a3", name: "laptop", is_default: true },
+    ];
+    answers("/api/v1/ssh-keys", (query) => paged(keys, query));
+    openConsole("/ssh-keys");
+    const row = within((await screen.findByText("laptop")).closest("tr")!);
+    await userEvent.click(row.getByRole("button", { name: "Delete…" }));
+    const dialog = await screen.findByRole("dialog");
+    expect(dialog.textContent).toContain("It is the default key. oldest (");
+    expect(dialog.textContent).toContain("becomes the default");
+  });
+});
+
 describe("a policy's form", () => {
   it("opens once the values are read that it is compared with", async () => {
     mock.role = "admin";

@@ -238,3 +238,51 @@ async fn more_gpus_than_a_node_has_are_refused_without_advice_to_wait() {
     assert!(failure.exit_status == ExitStatus::Refused && text.contains("each of its nodes has 8"), "{text}");
     assert!(!text.contains("queue") && !text.contains("wait"), "{text}");
 }
+
+#[tokio::test]
+async fn default_ssh_key_is_deleted_after_a_confirmation_alone() {
+    let ids = ["0198f000-0000-7000-8000-00000000000a", "0198f000-0000-7000-8000-00000000000b"];
+    let key = move |at: usize| json!({ "id": ids[at], "name": format!("key-{at}"), "is_default": at == 1 });
+    let list = move || async move { Json(json!({ "items": [key(0), key(1)], "next_page": null })) };
+    let deleted: Arc<Mutex<Vec<String>>> = Arc::default();
+    let log = Arc::clone(&deleted);
+    let delete = move |axum::extract::Path(id): axum::extract::Path<String>| async move {
+        log.lock().unwrap().push(id);
+        StatusCode::NO_CONTENT
+    };
+    let routes = Router::new()
+        .route(crate::resource_ref::SSH_KEY.path, get(list))
+        .route("/api/v1/ssh-keys/{id}", axum::routing::delete(delete));
+    let api = api(routes).await;
+    let run = async |words: &[&str]| {
+        let words = [&["gpuctl", "ssh-keys", "delete"], words].concat();
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+        let crate::Command::SshKeys(command) = arguments.command else { panic!("another command") };
+        crate::ssh_keys::run(command, &api).await
+    };
+    // There is no terminal to ask in.
+    let failure = run(&["key-1"]).await.unwrap_err();
+    assert_eq!((failure.exit_status, deleted.lock().unwrap().len()), (ExitStatus::Usage, 0), "{failure}");
+    run(&["key-1", "--yes"]).await.unwrap();
+    run(&["key-0"]).await.unwrap();
+    assert_eq!(*deleted.lock().unwrap(), [ids[1], ids[0]]);
+}
+
+#[tokio::test]
+async fn policy_key_without_a_value_points_to_what_holds() {
+    let none = || async { Json(json!({ "items": [], "next_page": null })) };
+    let catalog = || async { Json(json!({ "items": [{ "key": "billing.window_seconds" }] })) };
+    let routes =
+        Router::new().route("/api/v1/admin/policy-values", get(none)).route("/api/v1/admin/policies", get(catalog));
+    let api = api(routes).await;
+    let show = async |key: &str| {
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(["gpuctl", "policy", "show", key]).unwrap();
+        let crate::Command::Policy(command) = arguments.command else { panic!("{key}") };
+        crate::policy::run(command, &api).await.unwrap_err()
+    };
+    let unset = show("billing.window_seconds").await;
+    assert_eq!(unset.exit_status, ExitStatus::NotFound);
+    assert!(unset.message.contains("gpuctl policy resolve billing.window_seconds"), "{unset}");
+    assert!(unset.message.contains("gpuctl policy catalog"), "{unset}");
+    assert!(!show("billing.windows").await.message.contains("resolve"), "no key of the catalog");
+}

@@ -7,7 +7,7 @@ use crate::completion;
 use crate::download;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
-use crate::output::{print_notice, print_raw_notice};
+use crate::output::print_raw_notice;
 use crate::printable::plain;
 use crate::resource_ref::{RECORDING, Ref};
 use crate::terminal::io_threads;
@@ -68,7 +68,7 @@ pub(crate) async fn run(args: PlayArgs, api: &Api) -> Result<(), Failure> {
     let (columns, rows) = size(io::stdout());
     if columns < header.width || rows < header.height {
         let (width, height) = (header.width, header.height);
-        print_notice(&format!("It was shown on {width} x {height}, and this terminal is {columns} x {rows}."));
+        api.out.notice(&format!("It was shown on {width} x {height}, and this terminal is {columns} x {rows}."));
     }
     let taken = |error: io::Error| Failure::new(ExitStatus::Failed, format!("the terminal cannot be used: {error}"));
     let raw = RawMode::begin(io::stdin()).map_err(taken)?;

@@ -56,14 +56,14 @@ export default function SshKeysPage() {
           { title: "Type", cell: (key) => key.key_type },
           { title: "Added", cell: (key) => <When at={key.created_at} /> },
           { title: "State", cell: (key) => (key.revoked_at ? <State of="revoked" /> : key.is_default ? <State of="default" /> : <State of="usable" />) },
-          { title: "Actions", cell: (key) => <KeyActions of={key} /> },
+          { title: "Actions", cell: (key) => <KeyActions of={key} heir={heirOf(key, keys.data?.items)} /> },
         ]}
       />
     </Guard>
   );
 }
 
-function KeyActions({ of: { id, name, is_default, revoked_at } }: { of: Schemas["SshKey"] }) {
+function KeyActions({ of: { id, name, is_default, revoked_at }, heir }: { of: Schemas["SshKey"]; heir: Schemas["SshKey"] | null }) {
   if (revoked_at) return null;
   return (
     <span className="row-actions">
@@ -97,7 +97,7 @@ function KeyActions({ of: { id, name, is_default, revoked_at } }: { of: Schemas[
               <li>
                 <Plain>{name}</Plain> opens no allocation any more, including those that run.
               </li>
-              {is_default && <li>The oldest other key becomes the default.</li>}
+              {is_default && <NextDefault heir={heir} />}
             </ul>
           ),
           command: () => gpuctl("ssh-keys", "delete", id),
@@ -106,5 +106,21 @@ function KeyActions({ of: { id, name, is_default, revoked_at } }: { of: Schemas[
         }}
       />
     </span>
+  );
+}
+
+/** The key that becomes the default where this one is deleted: the oldest other one of those that are read, oldest first. */
+export function heirOf({ id }: Schemas["SshKey"], all: readonly Schemas["SshKey"][] = []): Schemas["SshKey"] | null {
+  return all.find((key) => key.id !== id && !key.revoked_at) ?? null;
+}
+
+/** What becomes the default key, and what it opens. */
+export function NextDefault({ heir }: { heir: Schemas["SshKey"] | null }) {
+  if (heir === null) return <li>It is the default key, and no other one is on this page: the oldest other key becomes the default, where there is one.</li>;
+  return (
+    <li>
+      It is the default key. <Plain>{heir.name}</Plain> (<code>{heir.fingerprint}</code>), the oldest other one, becomes the default: it opens allocations for which no key was chosen, those that
+      run included.
+    </li>
   );
 }

@@ -12,6 +12,7 @@ import { PagedTable } from "../ui/table.tsx";
 import { Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { useAddress } from "../ui/use-address.ts";
+import { heirOf, NextDefault } from "./ssh-keys.tsx";
 
 type Key = Schemas["SshKey"];
 
@@ -45,7 +46,7 @@ export default function UserKeysPage() {
             { title: "Added", cell: (key) => <When at={key.created_at} /> },
             { title: "By", cell: (key) => <Plain>{key.created_by}</Plain> },
             { title: "State", cell: (key) => <State of={key.revoked_at ? "revoked" : key.is_default ? "default" : "usable"} /> },
-            { title: "Actions", cell: (key) => (key.revoked_at ? "" : <KeyActions user={user_id} of={key} />) },
+            { title: "Actions", cell: (key) => (key.revoked_at ? "" : <KeyActions user={user_id} of={key} heir={heirOf(key, keys.data?.items)} />) },
           ]}
         />
       )}
@@ -53,11 +54,11 @@ export default function UserKeysPage() {
   );
 }
 
-function KeyActions({ user, of: key }: { user: string; of: Key }) {
+function KeyActions({ user, of: key, heir }: { user: string; of: Key; heir: Key | null }) {
   return (
     <span className="row-actions">
       {!key.is_default && <Action quiet spec={makeDefault(user, key)} />}
-      <Action quiet spec={remove(user, key)} />
+      <Action quiet spec={remove(user, key, heir)} />
     </span>
   );
 }
@@ -80,16 +81,19 @@ function makeDefault(user_id: string, { id, name }: Key): ActionSpec<unknown> {
   };
 }
 
-function remove(user_id: string, { id, name }: Key): ActionSpec<unknown> {
+function remove(user_id: string, { id, name, is_default }: Key, heir: Key | null): ActionSpec<unknown> {
   return {
     id: `delete-user-key:${id}`,
     label: "Delete…",
     title: "Delete this user's key",
     danger: true,
     consequences: (
-      <p>
-        <Plain>{name}</Plain> opens no allocation any more, running ones included. SSH sessions that are open stay.
-      </p>
+      <ul>
+        <li>
+          <Plain>{name}</Plain> opens no allocation any more, running ones included. SSH sessions that are open stay.
+        </li>
+        {is_default && <NextDefault heir={heir} />}
+      </ul>
     ),
     command: () => gpuctl("ssh-keys", "delete", id, ["--user", user_id]),
     send: () => dataOf(api.DELETE("/api/v1/admin/users/{user_id}/ssh-keys/{id}", { params: { path: { user_id, id } } })),

@@ -1,0 +1,111 @@
+//! Command lines that cannot be read: as the parser prints them for people, as JSON for scripts that asked for it.
+
+use crate::failure::{ExitStatus, Failure};
+use crate::output::print_notice;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+/// Commands that users expect, and what they are called here.
+const CALLED_OTHERWISE: [(&str, &str, &str); 1] = [(
+    "nodes",
+    "drain",
+    "gpuctl nodes retire NODE --drain --reason TEXT: it takes no new allocations, and retires after the last one",
+)];
+
+/// Prints the error, or the help that was asked for, and returns the exit code.
+pub(crate) fn report(error: &clap::Error, words: impl Iterator<Item = OsString>) -> ExitCode {
+    let words: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
+    // Help and version, where they were asked for, are results.
+    let is_error = error.use_stderr();
+    if is_error && wants_json(&words) {
+        print_notice(&failure_of(error, &words).to_json().to_string());
+    } else {
+        // A closed standard output is no failure.
+        let _ = error.print();
+        if let Some(next) = called_otherwise(error, &words) {
+            print_notice(&format!("\n  next: {next}"));
+        }
+    }
+    ExitCode::from(if is_error { ExitStatus::Usage.code() } else { 0 })
+}
+
+/// Whether the arguments ask for JSON, as far as arguments that cannot be parsed show it.
+fn wants_json(words: &[String]) -> bool {
+    let own = words.split(|word| word == "--").next().unwrap_or_default();
+    let pairs = own.iter().zip(own.iter().skip(1));
+    let has_value = |(name, value): (&String, &String)| matches!(name.as_str(), "-o" | "--output") && value == "json";
+    own.iter().any(|word| matches!(word.as_str(), "-ojson" | "-o=json" | "--output=json"))
+        || pairs.into_iter().any(has_value)
+}
+
+/// The error as a failure: its first paragraph, and the usage as the next step.
+fn failure_of(error: &clap::Error, words: &[String]) -> Failure {
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let mut paragraphs = text.split("\n\n").map(|paragraph| paragraph.split_whitespace().collect::<Vec<_>>().join(" "));
+    let message = match error.kind() {
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => "a command is missing".to_owned(),
+        _ => paragraphs.next().unwrap_or_default(),
+    };
+    let usage = paragraphs.find(|paragraph| paragraph.starts_with("Usage: "));
+    let next = called_otherwise(error, words).map(str::to_owned).or(usage);
+    Failure { next, ..Failure::usage(message) }
+}
+
+fn called_otherwise(error: &clap::Error, words: &[String]) -> Option<&'static str> {
+    let Some(ContextValue::String(unknown)) = error.get(ContextKind::InvalidSubcommand) else { return None };
+    let is_it = |(noun, verb, _): &&(&str, &str, &str)| {
+        let is_noun = |word: &String| *word == *noun || format!("{word}s") == *noun;
+        unknown == verb && words.iter().any(is_noun)
+    };
+    CALLED_OTHERWISE.iter().find(is_it).map(|(_, _, next)| *next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Arguments;
+    use clap::Parser as _;
+
+    fn failure(line: &str) -> Failure {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        failure_of(&Arguments::try_parse_from(&words).unwrap_err(), &words)
+    }
+
+    #[test]
+    fn usage_error_is_json_with_its_message_and_the_usage() {
+        for (line, message, next) in [
+            ("gpuctl nodes retire n", "--reason <TEXT>", "Usage: gpuctl nodes retire"),
+            ("gpuctl nodes lst", "unrecognized subcommand 'lst'", "Usage: gpuctl nodes"),
+            ("gpuctl allocations create --sku x --gpus 0", "invalid value '0'", ""),
+            ("gpuctl nodes", "a command is missing", "Usage: gpuctl nodes"),
+        ] {
+            let error = failure(line).to_json()["error"].clone();
+            assert_eq!(error["exit_code"], 2, "{line}");
+            assert!(error["message"].as_str().unwrap().contains(message), "{line}: {error}");
+            assert!(error["next"].as_str().unwrap_or_default().contains(next), "{line}: {error}");
+            assert!(!error["message"].as_str().unwrap().contains('\n'), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn drained_node_is_a_retired_one() {
+        for line in ["gpuctl nodes drain gpu-1 --reason r", "gpuctl node drain gpu-1"] {
+            let next = failure(line).next.unwrap();
+            assert!(next.contains("gpuctl nodes retire NODE --drain"), "{line}: {next}");
+        }
+        assert!(!failure("gpuctl skus drain x").next.unwrap_or_default().contains("--drain"));
+    }
+
+    #[test]
+    fn output_of_an_unreadable_command_line_is_json_where_it_says_so() {
+        let wants = |line: &str| wants_json(&line.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        for line in ["-o json nodes lst", "nodes lst --output json", "--output=json nodes", "nodes -ojson"] {
+            assert!(wants(line), "{line}");
+        }
+        for line in ["nodes lst", "-o table nodes", "ssh a -- x -o json", "nodes show json"] {
+            assert!(!wants(line), "{line}");
+        }
+    }
+}
