@@ -165,7 +165,7 @@ impl Directory {
             Err(error) => return Some(Err(AskError::Broken { reason: error.to_string() })),
         };
         Some(match self.remote.request(shard, payload, timeout).await {
-            Ok(response) => match serde_json::from_slice::<Response>(&response) {
+            Ok(response) => match strict_json::from_slice::<Response>(&response) {
                 Ok(response) => decode::<M>(response.answer),
                 Err(error) => Err(unreadable(error)),
             },
@@ -181,7 +181,7 @@ impl Directory {
         if let Some(answer) = self.serve_rate_limit(payload).or_else(|| self.serve_connection_quota(payload)) {
             return answer;
         }
-        let answer = match serde_json::from_slice::<Request>(payload) {
+        let answer = match strict_json::from_slice::<Request>(payload) {
             Ok(request) if request.v <= VERSION => match self.with_local_deadline(request, in_transit) {
                 Some(request) => request.entity.kind.visit(RequestHandler { host: &self.host, request }).await,
                 // The caller waits no longer. One that still does, since the clocks differ, resends it.
@@ -247,7 +247,7 @@ impl<'a> Visitor for RequestHandler<'a> {
     fn visit<M: Machine>(self) -> Self::Output {
         let Self { host, mut request } = self;
         async move {
-            let command: M::Command = serde_json::from_value(request.command)
+            let command: M::Command = strict_json::tagged::from_value(request.command)
                 .map_err(|error| AskError::Broken { reason: format!("the command cannot be read: {error}") })?;
             // The caller's span is at another member: log lines here belong to this span.
             let span = span_of(request.entity, command.name(), &mut request.asked);
@@ -286,8 +286,8 @@ fn encode<M: Machine>(answer: AskResult<M>) -> EncodedReply {
 
 fn decode<M: Machine>(answer: EncodedReply) -> AskResult<M> {
     match answer {
-        Ok(answered) => Ok(answered.map_reply(serde_json::from_value).map_err(unreadable)?),
-        Err(error) => Err(error.map_rejection(serde_json::from_value).map_err(unreadable)?),
+        Ok(answered) => Ok(answered.map_reply(strict_json::tagged::from_value).map_err(unreadable)?),
+        Err(error) => Err(error.map_rejection(strict_json::tagged::from_value).map_err(unreadable)?),
     }
 }
 

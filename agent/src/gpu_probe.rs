@@ -311,7 +311,8 @@ impl GpuProbe {
                 running.has_answered = true;
                 state.running = Some(running);
                 state.hung_at = None;
-                let answer: Result<T, GpuError> = serde_json::from_str(&line).map_err(|error| process_error(&error))?;
+                let answer: Result<T, GpuError> =
+                    strict_json::from_str(&line).map_err(|error| process_error(&error))?;
                 answer
             }
             Err(error) if is_timeout(&error) => {

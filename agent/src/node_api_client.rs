@@ -461,7 +461,7 @@ impl NodeApiClient {
         }
         let retry_after = header(response.headers(), RETRY_AFTER.as_str())
             .and_then(|text| parse_retry_after(&text, self.clock.now()));
-        let error = body(response).await.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let error = body(response).await.ok().and_then(|bytes| strict_json::from_slice(&bytes).ok());
         Err(NodeApiError::Refused { status, error, retry_after })
     }
 
@@ -556,7 +556,7 @@ fn client_config(
 
 async fn read<T: DeserializeOwned>(response: Response) -> Result<T, NodeApiError> {
     let bytes = body(response).await?;
-    serde_json::from_slice(&bytes).map_err(|error| NodeApiError::Unreadable { why: error.to_string() })
+    strict_json::from_slice(&bytes).map_err(|error| NodeApiError::Unreadable { why: error.to_string() })
 }
 
 async fn body(mut response: Response) -> Result<Vec<u8>, NodeApiError> {

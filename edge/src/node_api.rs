@@ -16,7 +16,7 @@ mod recording;
 mod recovery;
 mod rejection_response;
 mod routes;
-mod strict_json;
+mod strict_body;
 mod task_dispatch;
 mod task_output;
 mod task_result;

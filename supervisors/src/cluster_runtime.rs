@@ -277,7 +277,7 @@ impl OperatorView {
             id: at.member.id.0,
             name: at.member.name.clone(),
             started_at: at.member.started_at,
-            roles: serde_json::from_value(at.member.details["roles"].clone()).unwrap_or_default(),
+            roles: strict_json::from_value(at.member.details["roles"].clone()).unwrap_or_default(),
             silent_for_ms: millis(at.silent_for),
             unheard_for_ms: heard_at.get(&at.member.id).map(|heard_at| millis(heard_at.elapsed())),
             clock_offset_ms: at.member.details["clock_offset_ms"].as_i64(),

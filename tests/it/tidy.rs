@@ -6,19 +6,21 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The allowed dependencies between crates (design 3).
-const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 15] = [
+const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 16] = [
     ("domain", &[]),
-    ("wire", &[]),
+    // How the messages of others are read.
+    ("strict-json", &[]),
+    ("wire", &["strict-json"]),
     ("telemetry", &[]),
     ("persistence", &["domain"]),
-    ("actors", &["domain", "telemetry"]),
-    ("edge", &["domain", "wire", "telemetry", "actors", "persistence"]),
-    ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge", "local-servers"]),
+    ("actors", &["domain", "telemetry", "strict-json"]),
+    ("edge", &["domain", "wire", "telemetry", "strict-json", "actors", "persistence"]),
+    ("supervisors", &["domain", "wire", "telemetry", "strict-json", "actors", "persistence", "edge", "local-servers"]),
     // The servers of `gpuaas dev` and of the tests.
     ("local-servers", &["persistence"]),
-    ("agent", &["wire", "telemetry", "agent-package"]),
+    ("agent", &["wire", "telemetry", "strict-json", "agent-package"]),
     // A static program is made of it: as little as possible.
-    ("agent-package", &["wire"]),
+    ("agent-package", &["wire", "strict-json"]),
     // A library that programs load; the agent's tests control it.
     ("fake-nvml", &[]),
     // The files of packages that the programs' tests write.
@@ -284,6 +286,80 @@ fn public_type_names_are_unique() {
     }
     homes.retain(|_, paths| paths.len() > 1);
     assert!(homes.is_empty(), "types of one name: {homes:#?}");
+}
+
+/// The crates that read JSON of others: requests, answers, and messages between programs.
+const READERS_OF_OTHERS: [&str; 4] = ["actors/src/", "agent/", "edge/src/", "supervisors/src/"];
+
+/// Their files that read JSON with serde_json itself: what the program stored, or with visitors of their own. All other JSON is read with
+/// `strict_json`, for which a list is no object (decision 0082).
+const READERS_OF_OWN_JSON: [&str; 41] = [
+    "actors/src/entity_shell.rs",
+    "agent/package/src/update/update_folder.rs",
+    "agent/src/health/finding_log.rs",
+    "agent/src/identity.rs",
+    "agent/src/integrity/baseline.rs",
+    "agent/src/integrity/recorded_tenants.rs",
+    "agent/src/log_collector/spool.rs",
+    "agent/src/reservations.rs",
+    "agent/src/server_clock.rs",
+    "agent/src/system_executor/accounts.rs",
+    "agent/src/task_journal.rs",
+    "agent/src/terminal/session_handover/holder.rs",
+    "agent/src/terminal/session_handover/record.rs",
+    "agent/src/unproved_gpus.rs",
+    "edge/src/api/allocation.rs",
+    "edge/src/api/document/common_parts.rs",
+    "edge/src/api/idempotency/stored_response.rs",
+    "edge/src/api/request_context.rs",
+    "edge/src/app_state/read_model.rs",
+    "edge/src/app_state/rollout_nodes.rs",
+    "edge/src/auth/browser_session.rs",
+    "edge/src/auth/signed_tokens/service_account.rs",
+    "edge/src/console_login/pending_login.rs",
+    "edge/src/console_login/pending_logout.rs",
+    "edge/src/http/request_body.rs",
+    "edge/src/log_gateway/push_request.rs",
+    "edge/src/node_api/task_result.rs",
+    "edge/src/notifications/delivery/email.rs",
+    "edge/src/trust/current_keys.rs",
+    "supervisors/src/audit_command.rs",
+    "supervisors/src/support_bundle/anonymity.rs",
+    "supervisors/src/workers/invariant_checks.rs",
+    "supervisors/src/workers/notification_delivery.rs",
+    "supervisors/src/workers/notification_queue.rs",
+    "supervisors/src/workers/notification_relay.rs",
+    "supervisors/src/workers/payments/processor_events.rs",
+    "supervisors/src/workers/provisioning.rs",
+    "supervisors/src/workers/provisioning/node_cache.rs",
+    "supervisors/src/workers/recording_retention.rs",
+    "supervisors/src/workers/rollout_nodes.rs",
+    "supervisors/src/workers/ssh_access.rs",
+];
+
+#[test]
+fn json_of_others_is_read_by_the_strict_reader() {
+    let is_test = |path: &str| {
+        ["/tests/", "/tests.rs", "/testing", "/fuzz"].iter().any(|part| path.contains(part))
+            || path.contains("strict-json")
+    };
+    let reads = |text: &str| {
+        let code = text.split("\n#[cfg(test)]\n").next().unwrap_or_default();
+        code.contains("serde_json::from_")
+            || code.contains("serde_json::Deserializer")
+            || code.contains("use axum::extract::Json")
+    };
+    let found: Vec<String> = sources()
+        .into_iter()
+        .map(|(path, text)| (path.to_string_lossy().into_owned(), text))
+        .filter(|(path, _)| READERS_OF_OTHERS.iter().any(|crate_| path.starts_with(crate_)) && path.ends_with(".rs"))
+        .filter(|(path, text)| !is_test(path) && reads(text))
+        .map(|(path, _)| path)
+        .collect();
+    assert_eq!(
+        found, READERS_OF_OWN_JSON,
+        "read JSON of others with `strict_json`; what is stored here belongs in the table"
+    );
 }
 
 /// Whether the text has a test function of this name.

@@ -138,7 +138,7 @@ impl ImageManifest {
     /// # Errors
     /// [`ManifestError`]; nothing that it names should be pulled then.
     pub fn parse_package(bytes: &[u8]) -> Result<(Self, Descriptor, Descriptor), ManifestError> {
-        let manifest: Self = serde_json::from_slice(bytes).map_err(ManifestError::Json)?;
+        let manifest: Self = strict_json::from_slice(bytes).map_err(ManifestError::Json)?;
         if manifest.schema_version != 2 || manifest.config.media_type != FILE_LIST_TYPE {
             return Err(ManifestError::Kind("it has no list of files"));
         }
@@ -159,7 +159,7 @@ impl FileList {
     /// # Errors
     /// [`ManifestError`] for a path that could lead out of the package's folder, and for more than the bounds.
     pub fn parse(bytes: &[u8]) -> Result<Self, ManifestError> {
-        let list: Self = serde_json::from_slice(bytes).map_err(ManifestError::Json)?;
+        let list: Self = strict_json::from_slice(bytes).map_err(ManifestError::Json)?;
         if list.files.len() > FILES {
             return Err(ManifestError::TooManyFiles(list.files.len()));
         }

@@ -291,7 +291,7 @@ impl Registry {
         let mut body = Vec::new();
         let read = response.into_body().into_reader().take(REALM_ANSWER_BYTES).read_to_end(&mut body);
         read.map_err(|error| self.cut_off(error, what, 0, REALM_ANSWER_BYTES))?;
-        let answer = serde_json::from_slice::<RealmAnswer>(&body).ok().and_then(RealmAnswer::token);
+        let answer = strict_json::from_slice::<RealmAnswer>(&body).ok().and_then(RealmAnswer::token);
         let token = answer.ok_or_else(|| RegistryError::Refused {
             host: self.host.clone(),
             status,

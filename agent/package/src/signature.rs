@@ -97,7 +97,7 @@ pub fn sign(key: &SigningKey, digest: Digest) -> Result<SignatureImage, serde_js
 /// # Errors
 /// [`ReleaseSignatureError::Manifest`].
 pub fn candidates(manifest: &[u8]) -> Result<Vec<(Descriptor, Vec<u8>)>, ReleaseSignatureError> {
-    let manifest: ImageManifest = serde_json::from_slice(manifest).map_err(ReleaseSignatureError::Manifest)?;
+    let manifest: ImageManifest = strict_json::from_slice(manifest).map_err(ReleaseSignatureError::Manifest)?;
     let readable = manifest.layers.into_iter().filter_map(|layer| {
         let signature = STANDARD.decode(layer.annotations.get(ANNOTATION)?).ok()?;
         (layer.media_type == PAYLOAD_MEDIA_TYPE && layer.size <= PAYLOAD_BYTES).then_some((layer, signature))
@@ -111,7 +111,7 @@ pub fn is_by_one_of(keys: &[PublicKey], digest: Digest, payload: &[u8], signatur
     let Ok(signature) = Signature::from_slice(signature) else { return false };
     let is_signed = keys.iter().any(|key| key.verifying_key().verify_strict(payload, &signature).is_ok());
     is_signed
-        && serde_json::from_slice::<Payload>(payload)
+        && strict_json::from_slice::<Payload>(payload)
             .is_ok_and(|it| it.critical.kind == PAYLOAD_TYPE && it.critical.image.digest == digest)
 }
 

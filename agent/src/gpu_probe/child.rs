@@ -69,7 +69,7 @@ fn requests() -> Receiver<Request> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines() {
-            let Some(request) = line.ok().and_then(|line| serde_json::from_str(&line).ok()) else { break };
+            let Some(request) = line.ok().and_then(|line| strict_json::from_str(&line).ok()) else { break };
             if sender.send(request).is_err() {
                 break;
             }

@@ -92,7 +92,7 @@ struct Fields {
 impl Entry {
     /// Reads a line that `journalctl --output=json` printed; `None` where it is none.
     pub(super) fn parse(json: &[u8], collected: &CollectedUnits) -> Option<Self> {
-        let fields: Fields = serde_json::from_slice(json).ok()?;
+        let fields: Fields = strict_json::from_slice(json).ok()?;
         if !is_cursor(&fields.cursor) {
             return None;
         }

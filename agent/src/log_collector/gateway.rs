@@ -161,7 +161,7 @@ async fn message(mut response: Response) -> (bool, String) {
             break;
         }
     }
-    let envelope: Option<ErrorEnvelope> = serde_json::from_slice(&bytes).ok();
+    let envelope: Option<ErrorEnvelope> = strict_json::from_slice(&bytes).ok();
     let is_from_gateway = envelope.is_some();
     let text = envelope.map_or_else(
         || String::from_utf8_lossy(&bytes).into_owned(),

@@ -108,7 +108,7 @@ fn bandwidth(output: &str, direction: Direction) -> Result<u64, ToolError> {
     // Its notes come before the document.
     let begin = if output.starts_with('{') { Some(0) } else { output.find("\n{") };
     let begin = begin.ok_or_else(|| garbage("it has no JSON document".to_owned()))?;
-    let report: Report = serde_json::from_str(&output[begin..]).map_err(|error| garbage(error.to_string()))?;
+    let report: Report = strict_json::from_str(&output[begin..]).map_err(|error| garbage(error.to_string()))?;
     let [job] = &report.jobs[..] else {
         return Err(garbage(format!("it has {} jobs", report.jobs.len())));
     };

@@ -207,7 +207,7 @@ impl CleanupReport {
         if envelope.payload_type != CLEANUP_REPORT_TYPE {
             return Err(ProofError::NotAReport { found: envelope.payload_type.clone() });
         }
-        serde_json::from_slice(bytes).map_err(ProofError::Malformed)
+        strict_json::from_slice(bytes).map_err(ProofError::Malformed)
     }
 }
 

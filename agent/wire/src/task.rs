@@ -265,7 +265,7 @@ pub fn open(envelope: &SignedEnvelope, verifiers: &Verifiers) -> Result<TaskPayl
     if envelope.payload_type != TASK_TYPE {
         return Err(TaskOpenError::NotATask { found: envelope.payload_type.clone() });
     }
-    serde_json::from_slice(&bytes).map_err(|error| match (kind_of(&bytes), serde_json::from_slice(&bytes)) {
+    strict_json::tagged::from_slice(&bytes).map_err(|error| match (kind_of(&bytes), strict_json::from_slice(&bytes)) {
         (Some(kind), Ok(bound)) if !TASK_TYPES.contains(&kind.as_str()) => {
             TaskOpenError::UnknownKind { kind, bound: Box::new(bound) }
         }
@@ -287,7 +287,7 @@ pub const TASK_TYPES: [&str; 9] = [
 ];
 
 fn kind_of(bytes: &[u8]) -> Option<String> {
-    let value: Value = serde_json::from_slice(bytes).ok()?;
+    let value: Value = strict_json::from_slice(bytes).ok()?;
     Some(value.get("task")?.get("type")?.as_str()?.to_owned())
 }
 

@@ -176,7 +176,7 @@ impl<'a> UnverifiedToken<'a> {
 
 fn object(encoded: &str) -> Result<Map<String, Value>, TokenFault> {
     let bytes = URL_SAFE_NO_PAD.decode(encoded).map_err(|_| TokenFault::Malformed)?;
-    serde_json::from_slice(&bytes).map_err(|_| TokenFault::Malformed)
+    strict_json::from_slice(&bytes).map_err(|_| TokenFault::Malformed)
 }
 
 /// Of bounded length and on one line wherever it is shown: U+2028 and U+2029 end lines too, and direction marks change the order of text.

@@ -249,7 +249,7 @@ impl Jwks {
             return Err(failed(format!("status {}", response.status().as_u16())));
         }
         let body = read_bounded_body(response, self.0.settings.max_bytes).await.map_err(failed)?;
-        serde_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
+        strict_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
     }
 }
 

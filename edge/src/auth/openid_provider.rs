@@ -138,7 +138,7 @@ impl OpenIdProvider {
         if status != 200 {
             return Err(ProviderFault::Away(format!("its discovery document is answered {status}")));
         }
-        let metadata: ProviderMetadata = serde_json::from_slice(&body)
+        let metadata: ProviderMetadata = strict_json::from_slice(&body)
             .map_err(|error| ProviderFault::Away(format!("its discovery document cannot be read: {error}")))?;
         if metadata.issuer != self.issuer {
             return Err(ProviderFault::Away("its discovery document is of another issuer".to_owned()));
@@ -202,7 +202,7 @@ impl OpenIdProvider {
 /// What an answer of the token endpoint says. Providers write numbers as strings or with fractions, and refusals with other statuses than 400.
 fn read_answer(status: u16, body: &[u8]) -> Result<IssuedTokens, ProviderFault> {
     let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
-    let Ok(fields) = serde_json::from_slice::<Map<String, Value>>(body) else {
+    let Ok(fields) = strict_json::from_slice::<Map<String, Value>>(body) else {
         return Err(match status {
             401 | 403 => ProviderFault::Client(format!("its token endpoint answered {status}")),
             _ => ProviderFault::Away(format!("its token endpoint answered {status}, and not in JSON")),

@@ -15,6 +15,7 @@ use axum::{
 use futures::StreamExt;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use strict_json::StrictObjects;
 use tokio::time::{Instant, timeout_at};
 
 use crate::http::error::{ApiError, Code};
@@ -276,13 +277,13 @@ async fn drain(body: Body) {
     let _ = tokio::time::timeout(DRAIN_TIME, reading).await;
 }
 
-/// Reads JSON strictly: one object, no unknown fields, no NUL in any text (Postgres stores none). A whole number may have a point or an
-/// exponent ([`integers`]).
+/// Reads JSON strictly: objects where objects belong and lists nowhere else, no unknown fields, no NUL in any text (Postgres stores none). A
+/// whole number may have a point or an exponent ([`integers`]); a byte-order mark is passed over.
 ///
 /// # Errors
 /// `invalid_request`, naming the field and the position.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
-    // serde reads a struct from a list too, field by field in their order; no client intends that.
+    let bytes = text_of(bytes)?;
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
         return Err(ApiError::invalid_request("The body is a JSON list; send an object with named fields."));
     }
@@ -305,7 +306,7 @@ struct JsonReadError {
 
 fn read_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JsonReadError> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
-    let value = serde_path_to_error::deserialize(&mut reader)
+    let value = serde_path_to_error::deserialize(StrictObjects::new(&mut reader))
         .map_err(|error| JsonReadError { path: error.path().to_string(), error: error.into_inner() })?;
     reader.end().map_err(|error| JsonReadError { path: ".".to_owned(), error })?;
     Ok(value)
@@ -334,8 +335,32 @@ fn has_nul(value: &Value) -> bool {
     }
 }
 
+/// The text of a body that may be JSON: in UTF-8, without a byte-order mark.
+fn text_of(bytes: &[u8]) -> Result<&[u8], ApiError> {
+    let encoding = match bytes {
+        // The marks of the other encodings (Unicode standard, section 23.8). That of UTF-32 begins with that of UTF-16.
+        [0xff, 0xfe, 0, 0, ..] | [0, 0, 0xfe, 0xff, ..] | [b'{' | b'[', 0, 0, 0, ..] | [0, 0, 0, b'{' | b'[', ..] => {
+            "UTF-32"
+        }
+        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] | [b'{' | b'[', 0, ..] | [0, b'{' | b'[', ..] => "UTF-16",
+        _ => return Ok(strict_json::without_byte_order_mark(bytes)),
+    };
+    let message =
+        format!("The body is in {encoding}; send it in UTF-8, as all JSON between systems is (RFC 8259, section 8.1).");
+    Err(ApiError::invalid_request(message).detail("encoding", encoding))
+}
+
+/// The refusal of a list in place of an object.
+pub(crate) fn list_for_object(path: &str) -> ApiError {
+    let field = printable(path);
+    ApiError::invalid_request(format!("`{field}` is a list; it must be an object.")).detail("field", field)
+}
+
 fn json_error(path: &str, error: &serde_json::Error) -> ApiError {
     let (line, column) = (error.line(), error.column());
+    if error.to_string().starts_with(strict_json::LIST_FOR_OBJECT) && path != "." {
+        return list_for_object(path).detail("line", line).detail("column", column);
+    }
     let reason = match error.classify() {
         serde_json::error::Category::Syntax | serde_json::error::Category::Eof => {
             format!("The body is not valid JSON at line {line}, column {column}.")

@@ -2,7 +2,7 @@
 
 use super::admission::{AdmittedAddress, AuthenticatedNode};
 use super::rejection_response::{refused, refused_enrollment, token_refused};
-use super::strict_json::StrictJson;
+use super::strict_body::StrictJson;
 use super::{NodeApi, inventory, unexpected};
 use crate::auth::opaque_token::{self, TokenPurpose};
 use crate::http::correlation::Scope;

@@ -2,7 +2,7 @@
 
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
-use super::strict_json::StrictJson;
+use super::strict_body::StrictJson;
 use super::{NodeApi, inventory, unexpected};
 use crate::fleet_telemetry::NodeSample;
 use crate::http::correlation::Scope;

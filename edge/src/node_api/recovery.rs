@@ -3,7 +3,7 @@
 use super::admission::AdmittedAddress;
 use super::enrollment::certificate;
 use super::rejection_response::{refused_enrollment, token_refused};
-use super::strict_json::StrictJson;
+use super::strict_body::StrictJson;
 use super::{NodeApi, inventory};
 use crate::auth::opaque_token::{self, TokenPurpose};
 use crate::http::correlation::Scope;

@@ -3,7 +3,7 @@
 use super::admission::AuthenticatedNode;
 use super::cleanup_proof::verdict;
 use super::rejection_response::refused;
-use super::strict_json::StrictJson;
+use super::strict_body::StrictJson;
 use super::task_output;
 use super::{NodeApi, NodeAskError};
 use crate::http::correlation::Scope;

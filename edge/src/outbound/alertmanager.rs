@@ -121,7 +121,7 @@ impl Alertmanager {
             _ => {}
         }
         let body = read_bounded_body(response, ANSWER_BYTES).await.map_err(AlertmanagerError::Unreadable)?;
-        serde_json::from_slice(&body).map_err(|error| AlertmanagerError::Unreadable(error.to_string()))
+        strict_json::from_slice(&body).map_err(|error| AlertmanagerError::Unreadable(error.to_string()))
     }
 }
 

@@ -286,7 +286,7 @@ impl Stripe {
                 if entry.created < since.timestamp() {
                     continue;
                 }
-                match serde_json::from_value(object).map(&read) {
+                match strict_json::from_value(object).map(&read) {
                     Ok(Ok(meant)) => listing.found.extend(meant),
                     Ok(Err(_)) | Err(_) => listing.unread.push(entry.id),
                 }
@@ -351,10 +351,10 @@ impl Stripe {
         let status = response.status();
         let body = read_bounded_body(response, MAX_BYTES).await.map_err(unsure)?;
         if status.is_success() {
-            return serde_json::from_slice(&body)
+            return strict_json::from_slice(&body)
                 .map_err(|error| unsure(format!("the answer cannot be read: {error}")));
         }
-        let Failure { code, message } = match serde_json::from_slice::<Envelope>(&body) {
+        let Failure { code, message } = match strict_json::from_slice::<Envelope>(&body) {
             Ok(envelope) => envelope.error,
             Err(_) => Failure { code: None, message: None },
         };

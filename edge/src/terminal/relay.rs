@@ -164,7 +164,7 @@ impl Relay {
         let (Some((frame, received_hello)), Some(reply)) = (self.secret.open_hello(scope, sealed), reply) else {
             return;
         };
-        let Ok(hello) = serde_json::from_slice::<Hello>(&frame) else { return };
+        let Ok(hello) = strict_json::from_slice::<Hello>(&frame) else { return };
         if !end.can_join(hello.attachment) {
             return;
         }

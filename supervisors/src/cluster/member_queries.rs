@@ -52,7 +52,7 @@ pub async fn ask_all<Q: Serialize, A: Serialize + DeserializeOwned>(
             while !missing.is_empty() {
                 let Some(reply) = replies.next().await else { break };
                 let Some(origin) = bus.authenticate(MessagePurpose::Answer { to }, &reply) else { continue };
-                if let Ok(part) = serde_json::from_slice::<MemberAnswer<A>>(&reply.payload) {
+                if let Ok(part) = strict_json::tagged::from_slice::<MemberAnswer<A>>(&reply.payload) {
                     // A member may not answer for another.
                     if matches!(origin, MessageOrigin::Stamped(stamp) if stamp.sender != part.member) {
                         continue;
@@ -82,7 +82,7 @@ where
     let mut questions = bus.client().subscribe(SUBJECT).await?;
     while let Some(message) = questions.next().await {
         let Some(origin) = bus.authenticate(MessagePurpose::Request, &message) else { continue };
-        let (Some(inbox), Ok(question)) = (message.reply, serde_json::from_slice(&message.payload)) else { continue };
+        let (Some(inbox), Ok(question)) = (message.reply, strict_json::from_slice(&message.payload)) else { continue };
         let part = MemberAnswer { member: view.me.id, answer: answer(question) };
         let Ok(payload) = serde_json::to_vec(&part) else { continue };
         bus.answer(&ReceivedRequest { origin, reply: inbox.to_string(), payload: Vec::new() }, payload).await;

@@ -33,7 +33,7 @@ pub fn current() -> Option<ProcessIdentity> {
 /// not write its identity may still run.
 #[must_use]
 pub fn has_ended(member: &Member) -> bool {
-    let Ok(process) = serde_json::from_value::<ProcessIdentity>(member.details["process"].clone()) else {
+    let Ok(process) = strict_json::from_value::<ProcessIdentity>(member.details["process"].clone()) else {
         return false;
     };
     current().is_some_and(|this| process.has_ended(&this))

@@ -60,7 +60,7 @@ impl PublishedMark {
     #[must_use]
     pub fn open(ring: &KeyRing, sealed: &[u8]) -> Option<Self> {
         let plain = ring.open(&CONTEXT, sealed).ok()?;
-        serde_json::from_slice(plain.expose_secret()).ok()
+        strict_json::from_slice(plain.expose_secret()).ok()
     }
 }
 

@@ -339,7 +339,7 @@ fn runs_entities(member: &Member) -> bool {
 /// The members that each member receives, as far as its row says so.
 fn connectivity(living: &[MemberHeartbeat]) -> ConnectivityGraph {
     let received = |heartbeat: &MemberHeartbeat| {
-        let hears = serde_json::from_value(heartbeat.member.details["hears"].clone()).ok()?;
+        let hears = strict_json::from_value(heartbeat.member.details["hears"].clone()).ok()?;
         Some((heartbeat.member.id, hears))
     };
     living.iter().filter_map(received).collect()

@@ -142,7 +142,7 @@ impl OperatorView {
                 id: me.id.0,
                 name: me.name.clone(),
                 version: env!("CARGO_PKG_VERSION").to_owned(),
-                roles: serde_json::from_value(me.details["roles"].clone()).unwrap_or_default(),
+                roles: strict_json::from_value(me.details["roles"].clone()).unwrap_or_default(),
                 started_at: me.started_at,
                 uptime_seconds: (Utc::now() - me.started_at).num_seconds().max(0).unsigned_abs(),
             },

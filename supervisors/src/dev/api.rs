@@ -154,7 +154,7 @@ impl DevApi {
             Ok(text) => text,
             Err(error) => return again(error, "the answer was cut off"),
         };
-        let body: Value = serde_json::from_slice(&text).unwrap_or(Value::Null);
+        let body: Value = strict_json::from_slice(&text).unwrap_or(Value::Null);
         if status.is_success() {
             return Outcome::Answer(body);
         }

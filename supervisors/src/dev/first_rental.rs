@@ -131,7 +131,7 @@ impl FirstRental<'_> {
         let begin = Instant::now();
         let path = format!("/api/v1/admin/nodes/{id}");
         let issued = self.admin.post(&format!("{path}/enrollment-token"), &json!({})).await?;
-        let bundle: BootstrapBundle = serde_json::from_value(issued["bootstrap_bundle"].clone())
+        let bundle: BootstrapBundle = strict_json::from_value(issued["bootstrap_bundle"].clone())
             .context("the bootstrap bundle cannot be read")?;
         self.listener.done(&format!("{name} has its bootstrap bundle"), begin.elapsed());
 

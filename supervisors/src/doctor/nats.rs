@@ -156,7 +156,7 @@ async fn subscribe(client: &Client, patterns: &std::collections::BTreeSet<String
 async fn request(client: &Client, subject: &str) -> Answer {
     let request = async_nats::Request::new().timeout(Some(ANSWER_TIMEOUT)).payload("".into());
     match client.send_request(subject.to_owned(), request).await {
-        Ok(message) => match serde_json::from_slice(&message.payload) {
+        Ok(message) => match strict_json::from_slice(&message.payload) {
             Ok(answer) => Answer::Json(answer),
             Err(error) => Answer::Silence(format!("the answer cannot be read: {error}")),
         },

@@ -76,7 +76,7 @@ pub async fn events(url: &SecretString, ca: Option<&Path>) -> anyhow::Result<(Ve
 }
 
 fn parse(payload: &[u8]) -> Option<PublishedEvent> {
-    let CloudEvent { source, time, epoch, sequence, data } = serde_json::from_slice(payload).ok()?;
+    let CloudEvent { source, time, epoch, sequence, data } = strict_json::from_slice(payload).ok()?;
     let shard = source.strip_prefix("/gpuaas/shards/")?.parse().map(Shard).ok()?;
     Some(PublishedEvent { shard, epoch, seq: sequence.parse().ok()?, at: time, event: data })
 }
@@ -110,7 +110,7 @@ pub fn tenants(folder: &Path) -> anyhow::Result<Vec<TenantOnNode>> {
             anyhow::ensure!(metadata.len() <= MAX_RECORD_BYTES, "{} is too large for a record", path.display());
             let text = std::fs::read(&path).with_context(|| path.display().to_string())?;
             let record: AgentRecord =
-                serde_json::from_slice(&text).with_context(|| format!("{} is no record", path.display()))?;
+                strict_json::from_slice(&text).with_context(|| format!("{} is no record", path.display()))?;
             found.push(TenantOnNode {
                 node: node.file_name().to_string_lossy().into_owned(),
                 allocation_id: record.allocation_id,

@@ -241,7 +241,7 @@ async fn open_archive(client: &Client, copies: usize) -> anyhow::Result<Stream> 
 async fn last_head(stream: &Stream, shard: Shard) -> anyhow::Result<Option<SignedHead>> {
     match stream.get_last_raw_message_by_subject(&subject(shard)).await {
         // A message that is no head is ignored; `gpuaas audit verify` names it.
-        Ok(message) => Ok(serde_json::from_slice(&message.payload).ok()),
+        Ok(message) => Ok(strict_json::from_slice(&message.payload).ok()),
         Err(error) if error.kind() == LastRawMessageErrorKind::NoMessageFound => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -263,7 +263,7 @@ pub async fn archived(client: &Client, copies: usize) -> anyhow::Result<(Vec<Sig
     let mut messages = stream.create_consumer(config).await?.messages().await?;
     while let Some(message) = messages.next().await {
         let message = message?;
-        match serde_json::from_slice(&message.payload) {
+        match strict_json::from_slice(&message.payload) {
             Ok(head) => heads.push(head),
             Err(_) => strange += 1,
         }

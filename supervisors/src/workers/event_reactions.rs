@@ -328,10 +328,14 @@ fn parse_delivery(message: &Message) -> Option<EventDelivery> {
     struct CloudEvent {
         id: EventId,
         correlationid: String,
-        data: Event,
+        data: serde_json::Value,
     }
-    let event: CloudEvent = match serde_json::from_slice(&message.payload) {
-        Ok(event) => event,
+    let read =
+        strict_json::from_slice::<CloudEvent>(&message.payload).and_then(|CloudEvent { id, correlationid, data }| {
+            strict_json::tagged::from_value::<Event>(data).map(|event| (id, correlationid, event))
+        });
+    let (id, correlation_id, event) = match read {
+        Ok(read) => read,
         Err(error) => {
             tracing::warn!(%error, subject = %message.subject, "a message is not an event that this release understands");
             return None;
@@ -339,12 +343,8 @@ fn parse_delivery(message: &Message) -> Option<EventDelivery> {
     };
     let header = |name: &str| message.headers.as_ref()?.get(name).map(|value| value.as_str().to_owned());
     Some(EventDelivery {
-        id: event.id,
-        event: event.data,
-        origin: RequestOrigin {
-            correlation_id: event.correlationid,
-            traceparent: header("traceparent"),
-            tracestate: header("tracestate"),
-        },
+        id,
+        event,
+        origin: RequestOrigin { correlation_id, traceparent: header("traceparent"), tracestate: header("tracestate") },
     })
 }

@@ -68,7 +68,14 @@ pub(super) struct PublishedEvent {
     subject: String,
     pub(super) time: DateTime<Utc>,
     pub(super) correlationid: String,
+    #[serde(deserialize_with = "read_event")]
     pub(super) data: Event,
+}
+
+/// Events are tagged: their content is checked against what was sent.
+fn read_event<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Event, D::Error> {
+    let sent = serde_json::Value::deserialize(deserializer)?;
+    strict_json::tagged::from_value(sent).map_err(serde::de::Error::custom)
 }
 
 impl PublishedEvent {
@@ -85,7 +92,7 @@ impl PublishedEvent {
 
 /// The event in a message. `None`: it is of a newer release, whose members publish its notifications.
 pub(super) fn parse_event(message: &Message) -> Option<PublishedEvent> {
-    let read = serde_json::from_slice(&message.payload);
+    let read = strict_json::from_slice(&message.payload);
     read.inspect_err(|error| tracing::debug!(%error, subject = %message.subject, "an event is not understood here"))
         .ok()
 }

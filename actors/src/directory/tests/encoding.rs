@@ -36,7 +36,7 @@ fn survives<M: Machine>(
     for command in commands {
         let bytes = serde_json::to_vec(&serde_json::to_value(&command).unwrap()).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
-        assert_eq!(serde_json::from_value::<M::Command>(value).unwrap(), command);
+        assert_eq!(strict_json::tagged::from_value::<M::Command>(value).unwrap(), command);
     }
     let replies =
         replies.into_iter().map(|reply| Ok(CommandReply { reply, replayed: true, written: false, version: 7 }));

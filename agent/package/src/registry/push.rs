@@ -27,11 +27,11 @@ pub enum PushError {
 /// # Errors
 /// [`PushError`]; pushing again continues.
 pub fn push_layout(registry: &mut Registry, layout: &Path) -> Result<Vec<(String, Digest)>, PushError> {
-    let index: Index = serde_json::from_slice(&read(layout, "index.json")?).map_err(|_| unreadable("index.json"))?;
+    let index: Index = strict_json::from_slice(&read(layout, "index.json")?).map_err(|_| unreadable("index.json"))?;
     let mut pushed = Vec::new();
     for (tag, image) in index.tags() {
         let manifest = blob(layout, image.digest)?;
-        let parsed: ImageManifest = serde_json::from_slice(&manifest).map_err(|_| unreadable(tag))?;
+        let parsed: ImageManifest = strict_json::from_slice(&manifest).map_err(|_| unreadable(tag))?;
         for part in parsed.layers.iter().chain([&parsed.config]) {
             registry.push_blob(part.digest, &blob(layout, part.digest)?)?;
         }

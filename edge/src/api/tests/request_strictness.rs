@@ -144,3 +144,93 @@ async fn integer_with_a_point_or_an_exponent_is_accepted_everywhere() {
     assert_eq!(answer.refused(400, "invalid_request")["field"], "sku", "{}", answer.body);
     api.get("/api/v1/skus?limit=1.5").user("ann").send().await.refused(400, "invalid_request");
 }
+
+/// The schema behind references, without its null.
+fn resolved<'a>(document: &'a Value, schema: &'a Value) -> &'a Value {
+    if let Some(reference) = schema["$ref"].as_str() {
+        let name = reference.rsplit('/').next().unwrap_or_default();
+        return resolved(document, &document["components"]["schemas"][name]);
+    }
+    let alternatives = ["oneOf", "anyOf", "allOf"].iter().find_map(|key| schema[*key].as_array());
+    let others: Vec<_> = alternatives.into_iter().flatten().filter(|it| it["type"] != "null").collect();
+    match others.as_slice() {
+        [one] => resolved(document, one),
+        _ => schema,
+    }
+}
+
+/// The fields of a schema at every depth, each with its JSON type; not those of several types.
+fn fields_of(document: &Value, schema: &Value, above: &[String], found: &mut Vec<(Vec<String>, String, Value)>) {
+    let schema = resolved(document, schema);
+    for (name, field) in schema["properties"].as_object().into_iter().flatten() {
+        let path = [above, std::slice::from_ref(name)].concat();
+        let field = resolved(document, field);
+        let types = match &field["type"] {
+            Value::Array(types) => types.iter().filter(|it| **it != "null").cloned().collect(),
+            one => vec![one.clone()],
+        };
+        if let [Value::String(one)] = types.as_slice() {
+            found.push((path.clone(), one.clone(), field.clone()));
+            fields_of(document, field, &path, found);
+        }
+    }
+}
+
+/// The body with `value` at the path.
+fn with_value(body: &Value, path: &[String], value: Value) -> Value {
+    let mut body = body.clone();
+    let mut place = &mut body;
+    for name in path {
+        if !place[name].is_object() && path.last() != Some(name) {
+            place[name] = json!({});
+        }
+        place = &mut place[name];
+    }
+    *place = value;
+    body
+}
+
+#[tokio::test]
+async fn value_of_another_type_is_refused_at_every_depth_of_every_body() {
+    let api = unlimited().await;
+    let document = document();
+    let token = api.token("root", &["admin", "user"]);
+    let (mut sent, mut lists_for_objects) = (0, 0);
+    for (method, path, operation) in operations(&document).into_iter().filter(|(_, path, _)| is_of_the_api(path)) {
+        let content = &operation["requestBody"]["content"]["application/json"];
+        let mut fields = Vec::new();
+        fields_of(&document, &content["schema"], &[], &mut fields);
+        let path = path_with_values(&path.replace("{kind}", "node").replace("{worker}", "idle-passivation"));
+        for (place, kind, schema) in fields {
+            let mut wrong = match kind.as_str() {
+                "object" => vec![json!([]), json!([null, null, null]), json!("x"), json!(1)],
+                "array" => vec![json!({}), json!("x")],
+                "string" => vec![json!({}), json!([]), json!(["x"]), json!(1)],
+                "integer" | "number" => vec![json!({}), json!([]), json!([1]), json!("1")],
+                "boolean" => vec![json!({}), json!([]), json!("true"), json!(1)],
+                other => panic!("{other}"),
+            };
+            if kind == "array" && resolved(&document, &schema["items"])["type"] == "object" {
+                wrong.push(json!([[]]));
+                wrong.push(json!([[null, null, null]]));
+            }
+            for value in wrong {
+                let body = with_value(&content["example"], &place, value.clone());
+                let method = Method::from_bytes(method.as_bytes()).unwrap();
+                let answer = api.call(method.clone(), &path).by(&token).key("k").json(&body).send().await;
+                let said = format!("{method} {path} {}: {value}: {}", place.join("."), answer.body);
+                assert_eq!((answer.status, &answer.body["code"]), (400, &json!("invalid_request")), "{said}");
+                let field = answer.body["details"]["field"].as_str().unwrap_or_default();
+                assert!(field.starts_with(&place.join(".")), "{said}");
+                // A map's keys are not fields: it has no properties.
+                if value.is_array() && kind == "object" && schema["properties"].is_object() {
+                    let message = answer.body["message"].as_str().unwrap();
+                    assert_eq!(message, format!("`{}` is a list; it must be an object.", place.join(".")), "{said}");
+                    lists_for_objects += 1;
+                }
+                sent += 1;
+            }
+        }
+    }
+    assert!(sent > 300 && lists_for_objects >= 10, "{sent}, {lists_for_objects}");
+}

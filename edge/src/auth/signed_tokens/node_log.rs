@@ -91,7 +91,7 @@ impl NodeLogTokens {
         verify(&self.keys, &token)?;
         let read = token.claims()?;
         read_times(&read, SKEW, now)?;
-        let claims: Claims = serde_json::from_value(read.into()).map_err(|_| TokenFault::Malformed)?;
+        let claims: Claims = strict_json::from_value(read.into()).map_err(|_| TokenFault::Malformed)?;
         if claims.iss != self.issuer {
             return Err(TokenFault::Issuer);
         }

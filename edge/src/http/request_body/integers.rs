@@ -8,15 +8,15 @@ use std::borrow::Cow;
 /// The maximum digits of a number in any field.
 const MAX_DIGITS: usize = 20;
 
-/// Reads JSON whose integers may be written with a point or an exponent.
+/// Reads a small message in JSON whose integers may be written with a point or an exponent, and that has no list where its type is tagged.
 ///
 /// # Errors
 /// serde's own.
 pub(crate) fn from_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, serde_json::Error> {
-    let first = serde_json::from_slice(text);
+    let first = strict_json::from_slice_without_buffered_lists(text);
     match &first {
         Err(error) if wants_digits(error) => {
-            in_digits_throughout(text).map_or(first, |text| serde_json::from_slice(&text))
+            in_digits_throughout(text).map_or(first, |text| strict_json::from_slice_without_buffered_lists(&text))
         }
         Ok(_) | Err(_) => first,
     }

@@ -92,7 +92,6 @@ async fn unknown_fields_broken_json_and_huge_numbers_are_refused() {
         "[]",
         "null",
         "",
-        "\u{feff}{}",
     ] {
         let (status, body) = post_json("/nodes", bad).await;
         assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
@@ -103,6 +102,46 @@ async fn unknown_fields_broken_json_and_huge_numbers_are_refused() {
     assert!(unknown["message"].as_str().unwrap().contains("unknown field `hots`"), "{unknown}");
     assert_eq!(post_json("/nodes", r#"{"host":"a\\u0000b"}"#).await.0, 200);
     assert_eq!(post_json("/nodes", vec![b'{', 0xff, b'}']).await.0, 400);
+}
+
+#[tokio::test]
+async fn byte_order_mark_is_passed_over_and_another_encoding_is_named() {
+    assert_eq!(post_json("/nodes", "\u{feff}{\"host\":\"ü\"}").await.0, 200);
+    let (_, body) = post_json("/nodes", "\u{feff}{\"hots\":1}").await;
+    assert_eq!(body["details"]["field"], "hots");
+    assert_eq!(post_json("/nodes", "{\"host\":\"a\"}\u{feff}").await.0, 400);
+    assert_eq!(post_json("/nodes", "\u{feff}{\"host\":\"\\u0000\"}").await.0, 400);
+    let text = "{\"host\":\"a\"}";
+    let in_units = |mark: bool, bytes: fn(u16) -> [u8; 2]| -> Vec<u8> {
+        mark.then_some(0xfeff).into_iter().chain(text.encode_utf16()).flat_map(bytes).collect()
+    };
+    let in_points = |mark: bool, bytes: fn(u32) -> [u8; 4]| -> Vec<u8> {
+        mark.then_some(0xfeff).into_iter().chain(text.chars().map(u32::from)).flat_map(bytes).collect()
+    };
+    for mark in [true, false] {
+        for (bytes, encoding) in [
+            (in_units(mark, u16::to_le_bytes), "UTF-16"),
+            (in_units(mark, u16::to_be_bytes), "UTF-16"),
+            (in_points(mark, u32::to_le_bytes), "UTF-32"),
+            (in_points(mark, u32::to_be_bytes), "UTF-32"),
+        ] {
+            let (status, body) = post_json("/nodes", bytes).await;
+            assert_eq!((status, &body["details"]["encoding"]), (400, &json!(encoding)), "{body}");
+            assert!(body["message"].as_str().unwrap().contains("UTF-8"), "{body}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn list_in_place_of_an_object_is_refused_by_its_path() {
+    for (bad, field) in [(r#"{"gpus":[[0]]}"#, "gpus[0]"), (r#"{"gpus":[{"index":0},[]]}"#, "gpus[1]")] {
+        let (status, body) = post_json("/nodes", bad).await;
+        assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
+        assert_eq!(body["message"], format!("`{field}` is a list; it must be an object."));
+        assert_eq!(body["details"]["field"], field);
+    }
+    let (_, body) = post_json("/nodes", " [{}]").await;
+    assert_eq!(body["message"], "The body is a JSON list; send an object with named fields.");
 }
 
 #[tokio::test]

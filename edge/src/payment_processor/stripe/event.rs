@@ -65,7 +65,7 @@ impl StripeEvent {
     /// [`StripeEventError`]
     pub fn read(body: &[u8]) -> Result<Self, StripeEventError> {
         let unreadable = |what: &str| StripeEventError(what.to_owned());
-        let sent: RawEvent = serde_json::from_slice(body).map_err(|error| {
+        let sent: RawEvent = strict_json::from_slice(body).map_err(|error| {
             let (line, column) = (error.line(), error.column());
             StripeEventError(format!(
                 "it is no event with `id`, `type` and `data.object` (line {line}, column {column})"
@@ -200,7 +200,7 @@ fn refunded(charge: RefundedCharge) -> Result<ProcessorUpdate, StripeEventError>
 }
 
 fn of<T: DeserializeOwned>(object: Value) -> Result<T, StripeEventError> {
-    serde_json::from_value(object).map_err(|_| StripeEventError("its object is not what its type promises".to_owned()))
+    strict_json::from_value(object).map_err(|_| StripeEventError("its object is not what its type promises".to_owned()))
 }
 
 impl From<ProcessorError> for StripeEventError {

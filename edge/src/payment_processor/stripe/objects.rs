@@ -4,9 +4,13 @@ use domain::PaymentId;
 use domain::money::Currency;
 use domain::payment::Presentment;
 use secrecy::SecretString;
-use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
 
 use crate::payment_processor::{
     CheckoutMethod, DisputeStatus, OpenedCheckout, ProcessorError, ProcessorPayment, ProcessorPaymentStatus,
@@ -63,11 +67,34 @@ pub(super) struct Failure {
 }
 
 /// Another object: its id, or the whole of it.
-#[derive(Deserialize)]
-#[serde(untagged)]
 pub(crate) enum Ref<T> {
     Id(String),
     Whole(Box<T>),
+}
+
+/// By its form, without serde's buffer of untagged types, which would read a list as an object.
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ref<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(RefVisitor(PhantomData))
+    }
+}
+
+struct RefVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for RefVisitor<T> {
+    type Value = Ref<T>;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("an object or its id")
+    }
+
+    fn visit_str<E>(self, id: &str) -> Result<Ref<T>, E> {
+        Ok(Ref::Id(id.to_owned()))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, object: A) -> Result<Ref<T>, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(object)).map(|object| Ref::Whole(Box::new(object)))
+    }
 }
 
 /// The id of an object whose content is not needed.

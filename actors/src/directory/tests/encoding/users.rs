@@ -55,6 +55,18 @@ fn of_a_tenant() {
 }
 
 #[test]
+fn command_with_a_list_in_place_of_an_object_is_refused() {
+    use tenant::{Command, Fact, QuotaScopes};
+    let scopes = QuotaScopes { org_id: None, project_id: Some("p".into()), plan: None };
+    let admit = Fact::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes, logins_revision: 1 };
+    let mut command = serde_json::to_value(Command::from(admit)).unwrap();
+    command["scopes"] = json!([null, "p", null]);
+    serde_json::from_value::<Command>(command.clone()).expect("serde alone reads the list");
+    let refused = strict_json::tagged::from_value::<Command>(command).unwrap_err();
+    assert_eq!(refused.to_string(), "`scopes` is a list; it must be an object");
+}
+
+#[test]
 fn of_a_browser_session() {
     use domain::browser_session::{
         BrowserSession, Command, Fact, Maintenance, Opening, Place, Rejection, Reply, Request, SecretDigest,

@@ -83,7 +83,7 @@ async fn bodies_that_are_not_plain_json_are_refused_in_the_envelope() {
         (415, "unsupported_media_type", posted("content-type: text/plain\r\n", b"{}")),
         (415, "unsupported_media_type", posted(&format!("{json}content-type: text/plain\r\n"), b"{}")),
         (400, "invalid_request", posted(json, &gzip)),
-        (400, "invalid_request", posted(json, b"\xef\xbb\xbf{\"name\":\"after a byte order mark\"}")),
+        (200, "after a byte order mark", posted(json, b"\xef\xbb\xbf{\"name\":\"after a byte order mark\"}")),
         (400, "invalid_request", posted(json, b"\xff\xfe{\0}\0")),
         (400, "invalid_request", posted(json, br#"{"name":"one","name":"two"}"#)),
     ] {

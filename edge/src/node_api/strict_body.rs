@@ -5,7 +5,7 @@
 
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::integers::from_json;
-use crate::http::request_body::{parse_json, read_body, require_json};
+use crate::http::request_body::{list_for_object, parse_json, read_body, require_json};
 use axum::extract::{FromRequest, Request};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -35,8 +35,12 @@ fn parse<T: DeserializeOwned + Serialize>(bytes: &[u8]) -> Result<T, ApiError> {
         check_protocol(protocol)?;
     }
     let value: T = parse_json(bytes)?;
-    let sent: Value = serde_json::from_slice(bytes).map_err(ApiError::internal)?;
+    let sent: Value = strict_json::from_slice(bytes).map_err(ApiError::internal)?;
     let understood = serde_json::to_value(&value).map_err(ApiError::internal)?;
+    // The buffers of tagged types give a struct a list as readily as an object.
+    if let Some(field) = strict_json::tagged::list_for_object(&sent, &understood) {
+        return Err(list_for_object(&field));
+    }
     match unknown_field(&sent, &understood) {
         None => Ok(value),
         Some(field) => {
@@ -119,6 +123,22 @@ mod tests {
             let error = read(&body).unwrap_err();
             assert_eq!(error.code(), Code::InvalidRequest);
             assert_eq!(error.details()["field"], path);
+        }
+    }
+
+    #[test]
+    fn list_in_place_of_an_object_is_refused_with_its_path() {
+        let mut whole = result();
+        whole["proof"] = json!(["t", "e30=", []]);
+        let mut nested = result();
+        nested["proof"]["signatures"][0] = json!(["k", "AA=="]);
+        let mut error = result();
+        error["error"] = json!(["code", "message"]);
+        for (body, path) in [(whole, "proof"), (nested, "proof.signatures[0]"), (error, "error")] {
+            serde_json::from_value::<TaskResult>(body.clone()).expect("serde alone reads the list");
+            let refused = read(&body).unwrap_err();
+            assert_eq!(refused.message(), format!("`{path}` is a list; it must be an object."));
+            assert_eq!(refused.details()["field"], path);
         }
     }
 
