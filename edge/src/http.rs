@@ -8,4 +8,5 @@ pub mod pagination;
 pub mod request_body;
 pub mod request_rates;
 pub mod router_layers;
+pub(crate) mod visible_text;
 pub(crate) mod websocket;

@@ -10,6 +10,7 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::request_fields::secret_detection::holds_a_secret;
+use crate::http::visible_text::{is_blank, shows_nothing_pattern};
 use crate::outbound::http_client::is_secure;
 
 /// Text types of 1 to `max` characters. `pattern` and `fits` are the same condition, for the description and for the check.
@@ -129,7 +130,11 @@ impl Visitor<'_> for IntegerVisitor {
 /// [`without_control`] as a pattern, for the description.
 pub(crate) const WITHOUT_CONTROL: &str = r"^[^\u0000-\u001f\u007f-\u009f]+$";
 /// [`is_legible`] as a pattern, for the description.
-const LEGIBLE: &str = r"^[^\u0000-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u001f\u007f-\u009f]*$";
+const LEGIBLE: &str = concat!(
+    r"^[^\u0000-\u001f\u007f-\u009f]*[^\u0000-\u001f\u007f-\u009f",
+    shows_nothing_pattern!(),
+    r"][^\u0000-\u001f\u007f-\u009f]*$"
+);
 
 pub(crate) fn without_control(text: &str) -> bool {
     !text.chars().any(char::is_control)
@@ -138,9 +143,9 @@ pub(crate) fn without_control(text: &str) -> bool {
 /// The events that webhooks and e-mails deliver.
 const EVENTS: &str = r"^(provisioning\.(active|failed|release_failed|release_exhausted|released)|node\.(state_changed|tenant_faulted|evacuation_begun|evacuation_ended)|terminal\.(opened|closed)|billing\.(balance_low|balance_depleted|payment_deposited|deposit_refused|refund_succeeded|refund_refused|refund_given_back|reversal_posted))$";
 
-/// A text of blanks alone has no content.
+/// A text that shows nothing has no content.
 fn is_legible(text: &str) -> bool {
-    without_control(text) && !text.trim().is_empty()
+    without_control(text) && !is_blank(text)
 }
 
 fn is_code(text: &str) -> bool {
@@ -165,8 +170,12 @@ texts! {
         |text| is_legible(text) && !holds_a_secret(text);
     /// A longer text for people.
     Statement: 4000, "text other than blanks, without control characters other than line ends and without secrets",
-        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*$",
-        |text| !text.chars().any(|c| c.is_control() && c != '\n') && !text.trim().is_empty() && !holds_a_secret(text);
+        concat!(
+            r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*[^\u0000-\u001f\u007f-\u009f",
+            shows_nothing_pattern!(),
+            r"][^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*$"
+        ),
+        |text| !text.chars().any(|c| c.is_control() && c != '\n') && !is_blank(text) && !holds_a_secret(text);
     /// The digest of a package: `sha256:` and 64 lower-case hexadecimal digits.
     DigestText: 71, "sha256: and 64 lower-case hexadecimal digits", r"^sha256:[0-9a-f]{64}$",
         |text| text.parse::<domain::PackageDigest>().is_ok();
@@ -189,9 +198,10 @@ texts! {
         r"^[A-Za-z_][A-Za-z0-9._-]*$",
         |text| text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
             && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-    /// One public key in OpenSSH's text form, as in a `.pub` file: type, base64, perhaps a comment; no options.
-    PublicKeyText: 8192, "one public key in OpenSSH's text form",
-        r"^(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?$", |_| true;
+    /// One public key in OpenSSH's text form, as in a `.pub` file: type, base64, perhaps a comment; no options. Or the block that PuTTY's key
+    /// generator saves (RFC 4716).
+    PublicKeyText: 8192, "one public key in OpenSSH's text form or as a block of RFC 4716",
+        r"^\s*((ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?|---- BEGIN SSH2 PUBLIC KEY ----\r?\n[ -~\r\n]*---- END SSH2 PUBLIC KEY ----)\s*$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", WITHOUT_CONTROL, without_control;
     /// An actor as the audit log names it: its kind, a colon, its id.
@@ -371,6 +381,7 @@ mod tests {
             r#"{"text":""}"#,
             r#"{"text":"a\u0007b"}"#,
             r#"{"text":" \u00a0"}"#,
+            r#"{"text":"\u200b\ufeff"}"#,
             r#"{"text":7}"#,
             &long,
             r#"{"name":"018f4e2a-7c1b-7000-8000-000000000001"}"#,

@@ -1,6 +1,7 @@
 //! Validates what an agent reports of its machine and converts it for the node's state machine.
 
 use crate::http::error::ApiError;
+use crate::http::visible_text::is_blank;
 use chrono::{DateTime, Utc};
 use domain::node::{
     FindingReport, NodeHealth, NodeHealthStatus, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
@@ -110,7 +111,7 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
         gpu_source: gpu_source.to_owned(),
         executor: executor.to_owned(),
         isolates_devices,
-        cpu_model: Some(sent.cpu_model).filter(|model| !model.trim().is_empty() && model != UNKNOWN),
+        cpu_model: Some(sent.cpu_model).filter(|model| !is_blank(model) && model != UNKNOWN),
         cpu_cores: sent.cpu_cores,
         memory_mib: sent.memory_mib,
         storage_gib: sent.storage_gib,

@@ -14,6 +14,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::without_control;
 use crate::api::request_fields::secret_detection::holds_a_secret;
+use crate::http::visible_text::{is_blank, shows_nothing_pattern};
 
 const MAX_NAME_LEN: usize = 63;
 const MAX_KEY_LEN: usize = 253;
@@ -21,7 +22,11 @@ const MAX_KEY_LEN: usize = 253;
 const MAX_LABEL_CHANGES: usize = 2 * MAX_LABELS;
 
 /// [`is_printable`] as a pattern, for the description.
-const PRINTABLE: &str = r"^[^\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]*[^\s\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff][^\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$";
+const PRINTABLE: &str = concat!(
+    r"^[^\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]*[^\u0000-\u001f\u007f-\u009f",
+    shows_nothing_pattern!(),
+    r"][^\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$"
+);
 const LABEL_KEY: &str = r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$";
 const LABEL_VALUE: &str = r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$";
 const LABEL_SELECTOR: &str = r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?(=([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?)?$";
@@ -43,7 +48,7 @@ impl<'de> Deserialize<'de> for ResourceName {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         let name = text.trim();
-        let fits = (1..=MAX_NAME_LEN).contains(&text.chars().count()) && is_printable(&text) && !name.is_empty();
+        let fits = (1..=MAX_NAME_LEN).contains(&text.chars().count()) && is_printable(&text) && !is_blank(name);
         if fits && uuid::Uuid::parse_str(name).is_err() && !holds_a_secret(name) {
             Ok(Self(name.to_owned()))
         } else {

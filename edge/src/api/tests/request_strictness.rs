@@ -96,7 +96,9 @@ async fn blank_reason_is_refused_on_every_route_with_a_reason() {
         };
         for field in in_body {
             let mut body = operation["requestBody"]["content"]["application/json"]["example"].clone();
-            for blank in [" ", "\u{a0}\t", ""] {
+            for blank in
+                [" ", "\u{a0}\t", "", "\u{200b}", "\u{2060}", "\u{feff}", "\u{ad}", "\u{3164}", "\u{e0100}", "\u{2800}"]
+            {
                 body[&field] = blank.into();
                 let answer = call().json(&body).send().await;
                 assert_eq!(answer.refused(400, "invalid_request")["field"], field.as_str(), "{method} {path}");
@@ -115,7 +117,10 @@ async fn blank_reason_is_refused_on_every_route_with_a_reason() {
     ];
     assert_eq!(by_parameter, deletions.len());
     for path in deletions {
-        assert_eq!(blank(path).send().await.refused(400, "invalid_request")["field"], "reason");
+        for reason in ["%20", "%E2%80%8B", "%E3%85%A4"] {
+            let path = path.replace("reason=%20", &format!("reason={reason}"));
+            assert_eq!(blank(&path).send().await.refused(400, "invalid_request")["field"], "reason");
+        }
     }
 }
 
