@@ -188,7 +188,7 @@ async fn user_manages_the_billing_account_by_command_line() {
     assert!(std::fs::read(&file).unwrap().starts_with(b"%PDF-"));
     assert!(gpuctl.run(&to_file).await.failed(2).contains("it.pdf"), "what is there stays");
     let csv = gpuctl.run(&["billing", "statement", month, "--as", "csv", "--to", "-"]).await.ok();
-    assert!(csv.starts_with("line,number,at,") && csv.lines().last().unwrap().starts_with("closing,"), "{csv}");
+    assert!(csv.starts_with("\u{feff}line,number,at,") && csv.lines().last().unwrap().starts_with("closing,"), "{csv}");
     gpuctl.run(&["billing", "statement", "1999-12", "--as", "csv"]).await.failed(2);
     gpuctl.run(&["billing", "accounts"]).await.failed(4);
 

@@ -107,6 +107,7 @@ async fn send_in_texts(cluster: &mut TestCluster) {
         ("a bearer header as a reason", "curl -H 'Authorization: Bearer {}'"),
         ("a URL's password as a reason", "see https://ann:{}@example.com/"),
         ("a private key as a reason", "-----BEGIN PRIVATE KEY----- {}"),
+        ("a PuTTY key as a reason", "PuTTY-User-Key-File-3: ssh-ed25519 {}"),
     ] {
         let text = text.replace("{}", &mark(cluster, what));
         let path = format!("{}/quarantine", node.path());

@@ -168,20 +168,28 @@ pub(crate) fn public_key(file: &Path) -> Result<String, Failure> {
         _ => Box::new(File::open(file).map_err(unread)?),
     };
     source.take(MAX_KEY_FILE_BYTES + 1).read_to_string(&mut text).map_err(unread)?;
-    if text.contains("PRIVATE KEY") {
+    // PuTTY's own file holds the private key.
+    if text.contains("PRIVATE KEY") || text.contains("PuTTY-User-Key-File-") {
         return Err(wrong(
             "this is a private key, which is never sent anywhere; give the file that ends in .pub".into(),
         ));
     }
-    let key = text.trim();
-    if text.len() as u64 > MAX_KEY_FILE_BYTES || key.lines().count() != 1 {
+    // Some editors put the mark of the encoding before the text.
+    let key = text.trim_start_matches('\u{feff}').trim();
+    // A block of RFC 4716, as PuTTYgen saves it, is read by the service.
+    let is_block =
+        key.starts_with("---- BEGIN SSH2 PUBLIC KEY ----") && key.matches("---- END SSH2 PUBLIC KEY ----").count() == 1;
+    if text.len() as u64 > MAX_KEY_FILE_BYTES || (key.lines().count() != 1 && !is_block) {
         return Err(wrong("this is not one public key in OpenSSH's form".to_owned()));
     }
     Ok(key.to_owned())
 }
 
-/// The comment after the key's type and its body.
+/// The comment after the key's type and its body; none of a block, whose first line is no key.
 fn comment(key: &str) -> Option<String> {
+    if key.starts_with("----") {
+        return None;
+    }
     let comment = plain(key.splitn(3, ' ').nth(2)?.trim());
     (!comment.is_empty()).then_some(comment)
 }
@@ -217,8 +225,13 @@ mod tests {
         let key = file("ssh-ed25519 AAAA ann at work\n").unwrap();
         assert_eq!(comment(&key).as_deref(), Some("ann at work"));
         assert_eq!(comment("ssh-ed25519 AAAA"), None);
+        assert_eq!(file("\u{feff}ssh-ed25519 AAAA\r\n").unwrap(), "ssh-ed25519 AAAA");
+        let block = "---- BEGIN SSH2 PUBLIC KEY ----\r\nComment: \"x y\"\r\nAAAA\r\n---- END SSH2 PUBLIC KEY ----\r\n";
+        let read = file(block).unwrap();
+        assert_eq!((read.as_str(), comment(&read)), (block.trim(), None));
         for bad in [
             "-----BEGIN OPENSSH PRIVATE KEY-----\nhidden\n".to_owned(),
+            "PuTTY-User-Key-File-3: ssh-ed25519\r\nPrivate-Lines: 1\r\nhidden\r\n".to_owned(),
             "ssh-ed25519 AAAA\nssh-ed25519 BBBB\n".to_owned(),
             "x".repeat(20_000),
             String::new(),

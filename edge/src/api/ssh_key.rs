@@ -154,11 +154,14 @@ const fn cause_of(error: &SshPublicKeyError) -> SshKeyFault {
     match error {
         SshPublicKeyError::PrivateKey => SshKeyFault::PrivateKey,
         SshPublicKeyError::UnsupportedType(_) | SshPublicKeyError::RsaSize(_) => SshKeyFault::Weak,
-        SshPublicKeyError::NoType => SshKeyFault::Options,
+        SshPublicKeyError::NoType | SshPublicKeyError::Options => SshKeyFault::Options,
         SshPublicKeyError::Empty
         | SshPublicKeyError::TooLong
         | SshPublicKeyError::KeyTooLong
         | SshPublicKeyError::NotOneLine
+        | SshPublicKeyError::SeveralKeys
+        | SshPublicKeyError::OtherForm { .. }
+        | SshPublicKeyError::CutBlock
         | SshPublicKeyError::Malformed => SshKeyFault::Unreadable,
     }
 }

@@ -16,6 +16,9 @@ use super::{Line, Statement};
 
 pub(crate) const MEDIA_TYPE: &str = "text/csv; charset=utf-8; header=present";
 
+/// The file begins with it: without it spreadsheets read the text in the encoding of their system, and umlauts wrongly.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
 /// Postings in memory at once.
 const BATCH_ROWS: u32 = 1000;
 
@@ -104,7 +107,9 @@ impl Rows {
         let mut file = File::of(&self.statement);
         match self.next {
             CsvPosition::Opening => {
-                file.writer.write_record(COLUMNS)?;
+                let (first, others) = COLUMNS.split_first().unwrap_or((&"", &[]));
+                let first = format!("{BYTE_ORDER_MARK}{first}");
+                file.writer.write_record([first.as_str()].into_iter().chain(others.iter().copied()))?;
                 let (place, at) = (self.statement.opening, self.statement.month.begins());
                 file.line(&Cells { line: "opening", at: Some(at), balance: Some(place.balance), ..Cells::default() })?;
                 self.next = CsvPosition::After(place);

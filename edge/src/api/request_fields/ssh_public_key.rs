@@ -1,8 +1,14 @@
-//! SSH public keys as users and administrators upload them: one line of OpenSSH text (RFC 4253, section 6.6).
+//! SSH public keys as users and administrators upload them: one line of OpenSSH text (RFC 4253, section 6.6), or the block that PuTTY's key
+//! generator and other programs save (RFC 4716).
 //!
 //! Only the key is stored: an option prefix would grant or restrict on the node, a comment is arbitrary text.
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
+use super::secret_detection::holds_a_private_key;
 use ssh_key::{HashAlg, PublicKey, public::KeyData};
+use std::borrow::Cow;
 use thiserror::Error;
 
 /// The longest text read, in bytes; an RSA key of 16,384 bits has 2.8 kB.
@@ -31,10 +37,21 @@ pub(crate) enum SshPublicKeyError {
     Empty,
     #[error("the key is longer than {MAX_LEN} bytes")]
     TooLong,
-    #[error("this is a private key; never send it anywhere; make a new pair and send the .pub file")]
+    #[error(
+        "this is a private key, which has left its machine with this request: replace it by a new pair wherever it is used, and send \
+         the public key (the .pub file, or what PuTTYgen shows for authorized_keys)"
+    )]
     PrivateKey,
     #[error("a public key is one line without control characters")]
     NotOneLine,
+    #[error("there are several keys; send each in a request of its own")]
+    SeveralKeys,
+    #[error("options before the key's type are not accepted; send the key from its type on")]
+    Options,
+    #[error("this is {form}; convert it to OpenSSH's form with `{command}`")]
+    OtherForm { form: &'static str, command: &'static str },
+    #[error("the block of RFC 4716 is not complete; send it from its BEGIN line to its END line")]
+    CutBlock,
     #[error("the key must begin with its type (such as ssh-ed25519), without options")]
     NoType,
     #[error("keys of type {0} are not accepted; use ssh-ed25519")]
@@ -58,6 +75,22 @@ const TYPES: [&str; 7] = [
     "sk-ecdsa-sha2-nistp256@openssh.com",
 ];
 
+/// The lines around a key in the form of RFC 4716, section 3.2.
+const BLOCK_BEGIN: &str = "---- BEGIN SSH2 PUBLIC KEY ----";
+const BLOCK_END: &str = "---- END SSH2 PUBLIC KEY ----";
+
+/// Other forms of public keys: how they begin, their name, and what converts them.
+const OTHER_FORMS: [(&str, &str, &str); 4] = [
+    ("-----BEGIN PUBLIC KEY-----", "a public key in PEM", "ssh-keygen -i -m PKCS8 -f FILE"),
+    ("-----BEGIN RSA PUBLIC KEY-----", "an RSA public key in PEM", "ssh-keygen -i -m PEM -f FILE"),
+    ("-----BEGIN PGP PUBLIC KEY BLOCK-----", "an OpenPGP public key", "gpg --export-ssh-key ID"),
+    (
+        "-----BEGIN CERTIFICATE-----",
+        "a certificate",
+        "openssl x509 -in FILE -pubkey -noout > KEY && ssh-keygen -i -m PKCS8 -f KEY",
+    ),
+];
+
 impl SshPublicKey {
     /// Reads one public key.
     ///
@@ -65,23 +98,28 @@ impl SshPublicKey {
     /// Whatever is not exactly one acceptable public key.
     pub(crate) fn parse(text: &str) -> Result<Self, SshPublicKeyError> {
         use SshPublicKeyError as E;
+        if text.contains("PRIVATE KEY") || holds_a_private_key(text) {
+            return Err(E::PrivateKey);
+        }
         if text.len() > MAX_LEN {
             return Err(E::TooLong);
         }
-        if text.contains("PRIVATE KEY") {
-            return Err(E::PrivateKey);
+        // Line ends, and the mark of an encoding, belong to the file and not to the key.
+        let text = text.trim_start_matches('\u{feff}').trim_matches([' ', '\r', '\n']);
+        let text = if text.starts_with(BLOCK_BEGIN) { Cow::Owned(line_of_block(text)?) } else { Cow::Borrowed(text) };
+        if let Some((_, form, command)) = OTHER_FORMS.into_iter().find(|(begin, ..)| text.starts_with(begin)) {
+            return Err(E::OtherForm { form, command });
         }
-        // The line end of a .pub file belongs to the file, not to the key.
-        let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));
-        let text = text.trim_matches(' ');
         if text.chars().any(char::is_control) {
-            return Err(E::NotOneLine);
+            let has_key = |line: &&str| line.split([' ', ',']).any(|word| TYPES.contains(&word));
+            return Err(if text.lines().filter(has_key).nth(1).is_some() { E::SeveralKeys } else { E::NotOneLine });
         }
         let mut words = text.split(' ').filter(|word| !word.is_empty());
         let key_type = words.next().ok_or(E::Empty)?;
         if !TYPES.contains(&key_type) {
             return Err(match ssh_key::Algorithm::new(key_type) {
                 _ if key_type.contains("-cert-v0") => E::UnsupportedType("certificate".into()),
+                _ if words.any(|word| TYPES.contains(&word)) => E::Options,
                 Ok(ssh_key::Algorithm::Other(_)) | Err(_) => E::NoType,
                 Ok(known) => E::UnsupportedType(known.as_str().into()),
             });
@@ -109,6 +147,33 @@ impl SshPublicKey {
     }
 }
 
+/// The key of a block of RFC 4716 as one line of OpenSSH's form. Its headers, comments for people, are left out.
+fn line_of_block(text: &str) -> Result<String, SshPublicKeyError> {
+    use SshPublicKeyError as E;
+    let mut encoded = String::new();
+    let mut in_header = false;
+    let mut lines = text.lines().map(str::trim_end).skip(1);
+    loop {
+        match lines.next().ok_or(E::CutBlock)? {
+            BLOCK_END => break,
+            // A header may go on in further lines.
+            line if in_header || line.contains(':') => in_header = line.ends_with('\\'),
+            line => encoded.push_str(line),
+        }
+    }
+    if lines.any(|line| !line.is_empty()) {
+        return Err(E::SeveralKeys);
+    }
+    let key = STANDARD.decode(&encoded).map_err(|_| E::Malformed)?;
+    let (length, rest) = key.split_first_chunk::<4>().ok_or(E::Malformed)?;
+    let length = usize::try_from(u32::from_be_bytes(*length)).map_err(|_| E::Malformed)?;
+    let key_type = rest.get(..length).and_then(|name| std::str::from_utf8(name).ok()).ok_or(E::Malformed)?;
+    if key_type.is_empty() || !key_type.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(E::Malformed);
+    }
+    Ok(format!("{key_type} {encoded}"))
+}
+
 fn rsa_bits(modulus: &[u8]) -> u32 {
     let significant = modulus.iter().position(|byte| *byte != 0).map_or(&[][..], |first| &modulus[first..]);
     let Some(first) = significant.first() else { return 0 };
@@ -117,8 +182,6 @@ fn rsa_bits(modulus: &[u8]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use base64::Engine as _;
-    use base64::engine::general_purpose::STANDARD;
     use proptest::prelude::*;
 
     use super::{SshPublicKeyError as E, *};
@@ -162,7 +225,13 @@ mod tests {
     #[test]
     fn public_key_file_is_accepted_unchanged() {
         let (text, fingerprint) = GOOD[0];
-        for file in [format!("{text}\n"), format!("{text}\r\n"), format!("  {text} ")] {
+        for file in [
+            format!("{text}\n"),
+            format!("{text}\r\n"),
+            format!("  {text} "),
+            format!("\u{feff}{text}\r\n\r\n"),
+            format!("\n{text}"),
+        ] {
             assert_eq!(SshPublicKey::parse(&file).unwrap().fingerprint, fingerprint);
         }
     }
@@ -183,6 +252,79 @@ mod tests {
         for label in ["OPENSSH PRIVATE KEY", "RSA PRIVATE KEY", "PRIVATE KEY", "ENCRYPTED PRIVATE KEY"] {
             let text = format!("-----BEGIN {label}-----\nAAAA\n-----END {label}-----\n");
             assert_eq!(SshPublicKey::parse(&text), Err(E::PrivateKey));
+        }
+    }
+
+    /// The block of a key in the form of RFC 4716, with these headers and line end.
+    fn block(line: &str, headers: &str, end: &str) -> String {
+        let encoded = line.split(' ').nth(1).unwrap();
+        let lines: Vec<_> = encoded.as_bytes().chunks(70).map(|line| std::str::from_utf8(line).unwrap()).collect();
+        format!("{BLOCK_BEGIN}{end}{headers}{}{end}{BLOCK_END}{end}", lines.join(end))
+    }
+
+    #[test]
+    fn key_that_putty_saved_is_read_as_the_same_key_in_one_line() {
+        for (text, fingerprint) in GOOD {
+            for end in ["\n", "\r\n"] {
+                for headers in [
+                    String::new(),
+                    format!("Comment: \"ed25519-key-20261129\"{end}"),
+                    format!(
+                        "Subject: ann{end}Comment: a long one that \\{end}goes on \\{end}and ends{end}x-note: y{end}"
+                    ),
+                ] {
+                    let key = SshPublicKey::parse(&block(text, &headers, end)).unwrap();
+                    assert_eq!(key, SshPublicKey::parse(text).unwrap());
+                    assert_eq!(key.fingerprint, fingerprint);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn block_that_is_cut_doubled_weak_or_no_key_is_refused_by_its_cause() {
+        let good = block(GOOD[0].0, "Comment: x\n", "\n");
+        let read = |text: &str| SshPublicKey::parse(text).unwrap_err();
+        assert_eq!(read(&good.replace(BLOCK_END, "")), E::CutBlock);
+        assert_eq!(read(&format!("{good}{good}")), E::SeveralKeys);
+        assert_eq!(read(&block(RSA_1024, "", "\n")), E::RsaSize(1024));
+        assert_eq!(read(&block(DSA, "", "\n")), E::UnsupportedType("ssh-dss".into()));
+        assert_eq!(read(&block("x AAAA", "", "\n")), E::Malformed);
+        assert_eq!(read(&block("x !!!!", "", "\n")), E::Malformed);
+        assert_eq!(read(&block("x AAAAAA==", "", "\n")), E::Malformed);
+    }
+
+    #[test]
+    fn private_key_in_any_form_is_refused_as_one() {
+        for text in [
+            "PuTTY-User-Key-File-3: ssh-ed25519\r\nEncryption: none\r\nComment: x\r\nPublic-Lines: 2\r\nAAAA\r\nPrivate-Lines: 1\r\nAAAA\r\n",
+            "PuTTY-User-Key-File-2: ssh-rsa\nEncryption: aes256-cbc\n",
+            "Private-Lines: 1\nAAAA\nPrivate-MAC: 00",
+            "---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nAAAA\n---- END SSH2 ENCRYPTED PRIVATE KEY ----",
+            "b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMwAAAAtzc2gtZW",
+            "MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC",
+            "ssh-ed25519 MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC",
+        ] {
+            assert_eq!(SshPublicKey::parse(text), Err(E::PrivateKey), "{text}");
+        }
+        let long = format!("-----BEGIN RSA PRIVATE KEY-----\n{}", "A".repeat(MAX_LEN));
+        assert_eq!(SshPublicKey::parse(&long), Err(E::PrivateKey));
+    }
+
+    #[test]
+    fn other_forms_several_keys_and_options_are_named_with_what_to_do() {
+        let good = GOOD[0].0;
+        for (text, said) in [
+            ("-----BEGIN PUBLIC KEY-----\nMCow\n-----END PUBLIC KEY-----".to_owned(), "-m PKCS8"),
+            ("-----BEGIN RSA PUBLIC KEY-----\nMIIB\n-----END RSA PUBLIC KEY-----".into(), "-m PEM"),
+            ("-----BEGIN PGP PUBLIC KEY BLOCK-----\n".into(), "gpg --export-ssh-key"),
+            (format!("{good}\n{good}"), "several keys"),
+            (format!("{good}\r\ncommand=\"x\" {good}\r\n"), "several keys"),
+            (format!("command=\"/bin/sh\" {good}"), "options"),
+            (format!("no-pty,from=\"10.0.0.0/8\" {good}"), "options"),
+        ] {
+            let error = SshPublicKey::parse(&text).unwrap_err().to_string();
+            assert!(error.contains(said), "{text}: {error}");
         }
     }
 

@@ -82,6 +82,8 @@ async fn statement_leads_from_opening_to_closing_balance_in_every_format() {
     assert_eq!(headers["cache-control"], "no-store");
     let shown = String::from_utf8(file.clone()).unwrap();
     assert_eq!(shown.matches("\r\n").count(), shown.matches('\n').count());
+    let shown = shown.strip_prefix('\u{feff}').expect("spreadsheets read it as UTF-8");
+    assert!(!shown.contains('\u{feff}'), "the mark is at the beginning alone");
     insta::assert_snapshot!("statement_csv", shown.replace("\r\n", "\n"));
     let rows = table(&file);
     let of = |line: &str| rows.iter().filter(|row| row["line"] == line).collect::<Vec<_>>();
