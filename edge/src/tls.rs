@@ -1,5 +1,6 @@
 //! TLS termination: the configuration here, the listener in [`serve`], session tickets in [`tickets`], and the open connections in
-//! [`connections`]. What proxies and balancers in front of it pass on is in [`ingress`], [`proxies`] and [`forwarded_client_certificate`].
+//! [`connections`]. What proxies and balancers in front of it pass on is in [`ingress`], [`proxies`], [`forwarded_client`] and
+//! [`forwarded_client_certificate`].
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -23,6 +24,7 @@ pub mod admission;
 pub mod certificate_validity;
 pub(crate) mod client_network;
 pub mod connections;
+pub mod forwarded_client;
 pub mod forwarded_client_certificate;
 #[cfg(test)]
 mod fuzz;
@@ -74,7 +76,8 @@ impl Peer {
         Self { stands_for_many: ingress.is_balancer(address.ip()), ..Self::new(address, shown, resumed) }
     }
 
-    /// The client that an HTTP proxy in front of this connection names, or all its clients where it names none.
+    /// The client that an HTTP proxy in front of this connection names, or all its clients where it names none. The proxy's connections
+    /// carry many clients: its port identifies none.
     pub(crate) fn forwarded_for(&self, client: Option<IpAddr>) -> Self {
         let address = client.map_or(self.address, |client| SocketAddr::new(client, 0));
         Self { address, stands_for_many: client.is_none(), ..self.clone() }
@@ -85,14 +88,12 @@ impl Peer {
         (!self.stands_for_many).then(|| network_of(self.address.ip()))
     }
 
-    /// The client behind this peer, which is a proxy.
-    pub(crate) fn behind_a_proxy(
-        &self,
-        address: SocketAddr,
+    /// The peer with the certificate that a proxy forwards for it.
+    pub(crate) fn with_forwarded_certificate(
+        self,
         certificate: Result<Option<CertificateDer<'static>>, ForwardedCertificateError>,
     ) -> Self {
-        let stands_for_many = address == self.address;
-        Self { address, stands_for_many, shown: CertificateSource::ToAProxy(certificate), resumed: self.resumed }
+        Self { shown: CertificateSource::ToAProxy(certificate), ..self }
     }
 
     /// The client's own certificate; `None` where it presented none.

@@ -67,6 +67,7 @@ fn process_registry() -> anyhow::Result<Registry> {
     edge::log_gateway::COUNTERS.register(&registry)?;
     edge::fleet_telemetry::TELEMETRY_COUNTERS.register(&registry)?;
     edge::tls::admission::register(&registry)?;
+    edge::tls::forwarded_client::register(&registry)?;
     Ok(registry)
 }
 

@@ -1,7 +1,8 @@
 //! Fuzz targets for the headers in which proxies name a client and its certificate. See [`crate::fuzz`].
 
+use super::forwarded_client::ForwardedClient;
 use super::forwarded_client_certificate::{Forwarding, strip};
-use super::ingress::forwarded_client;
+use super::ingress::ClientAddressHeader;
 use crate::fuzz::{BUDGET, text_of};
 use axum::http::{HeaderMap, HeaderValue};
 use base64::Engine as _;
@@ -98,8 +99,12 @@ fn fuzz_forwarded_certificate_of_any_header_is_exactly_one() {
 
 #[test]
 fn fuzz_forwarded_client_is_the_last_that_no_proxy_wrote() {
-    const TOKENS: [&str; 12] = [
+    const TOKENS: [&str; 16] = [
         "192.0.2.1",
+        "192.0.2.1:4711",
+        "[2001:db8::1]:4711",
+        "\"",
+        "_hidden",
         "10.0.0.1",
         "10.0.0.2",
         "::ffff:10.0.0.1",
@@ -120,7 +125,10 @@ fn fuzz_forwarded_client_is_the_last_that_no_proxy_wrote() {
             for line in lines {
                 headers.append("x-forwarded-for", HeaderValue::from_str(line).ok()?);
             }
-            forwarded_client(&headers, is_proxy)
+            match ForwardedClient::of(&headers, ClientAddressHeader::XForwardedFor, is_proxy) {
+                ForwardedClient::Address(address) => Some(address),
+                ForwardedClient::Unnamed | ForwardedClient::Unreadable(_) => None,
+            }
         };
         if let Some(address) = client(&[&line]) {
             assert!(!is_proxy(address), "{line:?}");

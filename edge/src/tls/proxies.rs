@@ -1,6 +1,6 @@
 //! The trusted proxies in front of the node API.
 
-use std::{net::IpAddr, net::SocketAddr, sync::Arc};
+use std::{net::IpAddr, sync::Arc};
 
 use arc_swap::ArcSwap;
 use axum::http::HeaderMap;
@@ -11,8 +11,9 @@ use rustls::{
     server::danger::ClientCertVerifier,
 };
 
+use super::forwarded_client::ForwardedClient;
 use super::forwarded_client_certificate::{ForwardedCertificateError, Forwarding, strip};
-use super::ingress::{Ingress, forwarded_client, is_within};
+use super::ingress::{ClientAddressHeader, Ingress, is_within};
 use crate::tls::{Peer, TlsConfigError, client_verifier};
 
 /// Proxies by their networks, and how they forward a client's certificate.
@@ -49,15 +50,12 @@ impl Proxies {
     }
 
     /// The peer of a request with these headers over the connection of `peer`.
-    fn trusted_identity(&self, peer: &Peer, headers: &HeaderMap) -> Peer {
+    fn trusted_identity(&self, peer: &Peer, headers: &HeaderMap, header: ClientAddressHeader) -> Peer {
         let certificate = self.forwarding.read(headers).and_then(|forwarded| match forwarded {
             Some(certificate) => self.verify(&certificate).map(|()| Some(certificate)),
             None => Ok(None),
         });
-        // The proxy's connections carry many clients: its port identifies none.
-        let address = forwarded_client(headers, |address| self.trusts(address))
-            .map_or(peer.address, |address| SocketAddr::new(address, 0));
-        peer.behind_a_proxy(address, certificate)
+        named_client(peer, headers, header, |address| self.trusts(address)).with_forwarded_certificate(certificate)
     }
 
     pub(crate) fn trusts(&self, address: IpAddr) -> bool {
@@ -76,14 +74,32 @@ impl Proxies {
     }
 }
 
+/// The client that the proxy of this connection names. One that it names unreadably counts against the proxy's own address: no bound is
+/// switched off.
+fn named_client(
+    proxy: &Peer,
+    headers: &HeaderMap,
+    header: ClientAddressHeader,
+    is_proxy: impl Fn(IpAddr) -> bool,
+) -> Peer {
+    match ForwardedClient::of(headers, header, is_proxy) {
+        ForwardedClient::Address(address) => proxy.forwarded_for(Some(address)),
+        ForwardedClient::Unnamed => proxy.forwarded_for(None),
+        ForwardedClient::Unreadable(entry) => {
+            ForwardedClient::note_unreadable(&entry, proxy.address.ip(), header);
+            proxy.clone()
+        }
+    }
+}
+
 /// The peer of a request: on a trusted proxy's connection the forwarded client, else the peer of the connection. Certificate headers are
 /// removed.
 pub(crate) fn peer_of(proxies: Option<&Proxies>, ingress: &Ingress, peer: &Peer, headers: &mut HeaderMap) -> Peer {
     let address = peer.address.ip();
     let notified = match proxies {
-        Some(proxies) if proxies.trusts(address) => proxies.trusted_identity(peer, headers),
+        Some(proxies) if proxies.trusts(address) => proxies.trusted_identity(peer, headers, ingress.header),
         Some(_) | None if ingress.is_proxy(address) => {
-            peer.forwarded_for(forwarded_client(headers, |address| ingress.is_proxy(address)))
+            named_client(peer, headers, ingress.header, |address| ingress.is_proxy(address))
         }
         Some(_) | None => peer.clone(),
     };
