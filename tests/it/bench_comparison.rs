@@ -36,11 +36,11 @@ fn turns_are_compared_pairwise_and_a_change_beyond_the_noise_is_named() {
         write(folder.path(), turn, &report(1000.0 * machine, 10.0 / machine), &report(800.0 * machine, 9.0 / machine));
     }
     insta::assert_snapshot!(compare(folder.path()).1, @r"
-    measurement                               before        after   ratio
+    measurement                           before        after   ratio
     commit, transitions/s               1000.000      800.000   0.800  worse
     commit, transitions/s : pgbench        1.000        0.800   0.800  worse
-    p99_ms                                10.000        9.000   0.900  better
     batch_mean                            12.000       12.000   1.000
+    p99_ms                                10.000        9.000   0.900  better
     ");
 }
 
@@ -53,5 +53,8 @@ fn measurement_that_one_commit_lacks_is_named_and_a_folder_without_reports_fails
     write(folder.path(), 1, &report(1000.0, 10.0), &after);
     let (is_compared, printed) = compare(folder.path());
     assert!(is_compared && printed.contains("p50_ms"), "{printed}");
-    assert!(printed.lines().any(|line| line.starts_with("p50_ms") && line.ends_with("is in one of the two alone")), "{printed}");
+    assert!(
+        printed.lines().any(|line| line.starts_with("p50_ms") && line.ends_with("is in one of the two alone")),
+        "{printed}"
+    );
 }

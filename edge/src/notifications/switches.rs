@@ -23,7 +23,7 @@ struct EventType<'a> {
 impl Switches {
     /// True where the message is not switched off for the subscriber at this moment.
     pub(crate) fn admit(&self, message: &str) -> bool {
-        let switch = serde_json::from_str::<EventType<'_>>(message).ok().and_then(|event| switch_of(&event.kind));
+        let switch = strict_json::from_str::<EventType<'_>>(message).ok().and_then(|event| switch_of(&event.kind));
         switch.is_none_or(|key| self.environment.policy().is_on(key, &self.recipient, self.environment.now()))
     }
 }

@@ -53,20 +53,12 @@ pub(crate) fn is_web_page(headers: &HeaderMap) -> bool {
 
 /// Whether the connection was made and TLS failed: a certificate by another authority or for another name, or a server without TLS. Time
 /// does not mend it, other than an outage.
-pub(crate) fn is_tls_failure(error: &reqwest::Error) -> bool {
-    let mut source = error.source();
-    while let Some(inner) = source {
-        if inner.is::<rustls::Error>() {
-            return true;
-        }
-        // What an I/O error wraps is not among its sources.
-        let wrapped = inner.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
-        if wrapped.is_some_and(|wrapped| wrapped.is::<rustls::Error>()) {
-            return true;
-        }
-        source = inner.source();
-    }
-    false
+pub(crate) fn is_tls_failure(error: &(dyn Error + 'static)) -> bool {
+    // What an I/O error wraps is not among its sources.
+    let wrapped = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+    error.is::<rustls::Error>()
+        || wrapped.is_some_and(|wrapped| is_tls_failure(wrapped))
+        || error.source().is_some_and(is_tls_failure)
 }
 
 /// The error with its sources, without the URL, which may contain secrets.

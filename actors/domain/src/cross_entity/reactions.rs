@@ -277,7 +277,7 @@ impl Event {
                 to_rollout(rollout_id, node_id, RolloutOutcome::Updated)
             }
             Self::AgentUpdateFailed { node_id, digest: _, reason, rollout_id } => {
-                let outcome = RolloutOutcome::Failed { reason: reason.clone() };
+                let outcome = RolloutOutcome::of_failure(&reason);
                 let follows = rollout_id.map_or(none, |rollout_id| to_rollout(rollout_id, node_id, outcome));
                 let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
                 follows.notify(Audience::Operators, data)

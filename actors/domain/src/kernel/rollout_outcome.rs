@@ -14,6 +14,18 @@ pub enum RolloutOutcome {
     Skipped { reason: SkipReason },
 }
 
+impl RolloutOutcome {
+    /// Of an update that failed with this code of the agent. One that cannot update itself began nothing, as where no package has installed
+    /// it: no reason to stop the others.
+    #[must_use]
+    pub fn of_failure(code: &str) -> Self {
+        match code {
+            failure::UPDATE_UNSUPPORTED => Self::Skipped { reason: SkipReason::Unsupported },
+            code => Self::Failed { reason: code.to_owned() },
+        }
+    }
+}
+
 /// Codes of failures: one that agents report, and those that none does.
 pub mod failure {
     /// The agent has no way to update itself: no package installed it, or its installation is incomplete.

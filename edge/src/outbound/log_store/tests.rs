@@ -29,7 +29,7 @@ fn page(status: u16) -> ResponseTemplate {
 }
 
 #[tokio::test]
-async fn each_kind_of_answer_is_told_apart_and_only_lines_that_the_store_refuses_may_be_dropped() {
+async fn each_kind_of_answer_has_its_reason_and_only_lines_that_the_store_refuses_may_be_dropped() {
     let plain = |status: u16, text: &str| ResponseTemplate::new(status).set_body_string(text);
     let moved = ResponseTemplate::new(302).insert_header("Location", "https://login.example/?next=push");
     for (answer, kind, code) in [

@@ -69,7 +69,7 @@ fn config(title: &str, changed: &[(&str, &str)]) -> Result<IdentityConfig, Confi
 /// The sample of a section, issued now, for as long as it lives there and at most a day.
 fn sample(title: &str) -> Value {
     let mut claims: Value =
-        serde_json::from_str(block(title, "json")).unwrap_or_else(|error| panic!("{title}: {error}"));
+        strict_json::from_str(block(title, "json")).unwrap_or_else(|error| panic!("{title}: {error}"));
     let life = claims["exp"].as_i64().unwrap() - claims["iat"].as_i64().unwrap();
     let now = Utc::now().timestamp();
     claims["iat"] = json!(now);
@@ -106,7 +106,7 @@ async fn sample_of_each_provider_is_read_with_the_settings_of_its_section() {
 
         let administrator =
             claims.to_string().replace("\"user\"", "\"admin\"").replace("\"gpu-users\"", "\"gpu-admins\"");
-        let administrator: Value = serde_json::from_str(&administrator).unwrap();
+        let administrator: Value = strict_json::from_str(&administrator).unwrap();
         let read = signed(&provider, config(title, &[]).unwrap(), &administrator).await.unwrap();
         assert_eq!(read.roles, [TokenRole::Admin].into(), "{title}");
     }

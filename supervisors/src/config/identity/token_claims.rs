@@ -120,7 +120,7 @@ fn from_list(text: &str) -> Result<Vec<(String, String)>, String> {
 /// An object with a role, or a list of roles, for each name.
 fn from_json(text: &str) -> Result<Vec<(String, String)>, String> {
     let object: Map<String, Value> =
-        serde_json::from_str(text).map_err(|error| format!("is no JSON object: {error}"))?;
+        strict_json::from_str(text).map_err(|error| format!("is no JSON object: {error}"))?;
     let mut pairs = Vec::new();
     for (name, roles) in object {
         let roles = match roles {

@@ -141,11 +141,7 @@ impl Node {
         let Some(rollout_id) = self.rollout_of(task_id) else { return };
         let outcome = match verdict {
             TaskOutcome::Succeeded { .. } => RolloutOutcome::Updated,
-            // Its agent began nothing, as where no package has installed it: no reason to stop the others.
-            TaskOutcome::Failed { code, .. } if code == failure::UPDATE_UNSUPPORTED => {
-                RolloutOutcome::Skipped { reason: SkipReason::Unsupported }
-            }
-            TaskOutcome::Failed { code, .. } => RolloutOutcome::Failed { reason: code.clone() },
+            TaskOutcome::Failed { code, .. } => RolloutOutcome::of_failure(code),
         };
         self.record_rollout(rollout_id, Some(outcome));
     }

@@ -400,7 +400,8 @@ enum EndpointStep {
 fn text_bytes(queue: &DeliveryQueue) -> usize {
     let entries = queue.waiting.iter().chain(&queue.dead);
     let of_entries = entries.map(|entry| entry.message.body.len() + entry.last_error.as_ref().map_or(0, String::len));
-    of_entries.sum::<usize>() + queue.attempts.iter().filter_map(|attempt| attempt.error.as_ref()).map(String::len).sum::<usize>()
+    of_entries.sum::<usize>()
+        + queue.attempts.iter().filter_map(|attempt| attempt.error.as_ref()).map(String::len).sum::<usize>()
 }
 
 fn happenings() -> impl Strategy<Value = Vec<EndpointStep>> {

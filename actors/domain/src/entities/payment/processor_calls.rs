@@ -135,7 +135,7 @@ impl Payment {
         }
     }
 
-    fn refund_due(&self, refund_id: RefundId) -> Option<Event> {
+    pub(super) fn refund_due(&self, refund_id: RefundId) -> Option<Event> {
         let RefundDebit::Taken { amount_minor } = self.refunds.get(&refund_id)?.taking else { return None };
         Some(Event::RefundDue {
             payment_id: self.id,

@@ -213,7 +213,7 @@ fn operator_retries_or_dismisses_a_dead_event_and_both_are_audited() {
     assert_eq!(story.state(), "processed");
 
     let step = dismissed.send(dismiss());
-    assert_eq!((step.events.len(), step.audit[0].action), (0, AuditAction::ProcessorEventsDismiss));
+    assert_eq!((step.events.len(), step.audit[0].action), (1, AuditAction::ProcessorEventsDismiss));
     assert_eq!(dismissed.state(), "dismissed");
     // A late success: a dismissed event stays dismissed.
     assert!(dismissed.send(processed()).next.is_none());
