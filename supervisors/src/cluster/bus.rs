@@ -137,6 +137,11 @@ impl Bus {
         self.stamp(&event, None, headers);
     }
 
+    /// Waits for this process's first heartbeat. Before it the age of an event is unknown, and [`Bus::is_members_event`] refuses every one.
+    pub async fn first_heartbeat(&self) {
+        self.view.clock.first_measurement().await;
+    }
+
     /// Whether a member has published the event.
     #[must_use]
     pub fn is_members_event(&self, message: &async_nats::Message) -> bool {

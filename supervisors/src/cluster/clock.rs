@@ -4,6 +4,7 @@ use chrono::{TimeDelta, Utc};
 use domain::Timestamp;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use tokio::sync::Notify;
 
 /// The offset above which the operator is warned. Deadlines, token lifetimes and accrual windows are counted by these clocks.
 pub const MAX_OFFSET: Duration = Duration::from_secs(2);
@@ -44,6 +45,7 @@ struct Measurement {
 #[derive(Debug, Default)]
 pub struct MemberClock {
     measured: Mutex<Option<Measurement>>,
+    first_measured: Notify,
     warned_at: Mutex<Option<Instant>>,
 }
 
@@ -62,6 +64,15 @@ impl MemberClock {
         };
         if measured.is_none_or(better) {
             *measured = Some(Measurement { offset, shared: postgres + within, at: received });
+            self.first_measured.notify_waiters();
+        }
+    }
+
+    /// Waits for the first heartbeat, from which on the shared time is known.
+    pub async fn first_measurement(&self) {
+        let first = self.first_measured.notified();
+        if self.shared().is_none() {
+            first.await;
         }
     }
 
@@ -122,6 +133,17 @@ mod tests {
         clock.measure_at(sent, sent, at(1), at(1));
         clock.measure_at(sent, sent + ROUND_TRIP, at(9), at(1));
         assert_eq!(clock.offset().unwrap().ahead, TimeDelta::zero());
+    }
+
+    #[tokio::test]
+    async fn first_measurement_ends_the_wait_for_the_shared_time() {
+        let (clock, sent) = (MemberClock::default(), Instant::now());
+        let (waited, ()) =
+            tokio::join!(tokio::time::timeout(Duration::from_secs(60), clock.first_measurement()), async {
+                clock.measure_at(sent, sent, at(1), at(1));
+            });
+        waited.unwrap();
+        clock.first_measurement().await;
     }
 
     #[test]

@@ -197,6 +197,7 @@ impl Reactor {
             .heartbeat(Duration::from_secs(5))
             .messages()
             .await?;
+        bus.first_heartbeat().await;
         let mut working = messages
             .map(|message| async move { self.process_message(bus, message?).await })
             .buffer_unordered(MAX_CONCURRENT);

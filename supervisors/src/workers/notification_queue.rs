@@ -76,6 +76,7 @@ impl NotificationQueue {
             let batches = consumer.stream().max_messages_per_batch(MAX_CONCURRENT).heartbeat(Duration::from_secs(5));
             streams.push(batches.messages().await?);
         }
+        self.notifier.bus.first_heartbeat().await;
         let working = select_all(streams).map(|message| async { anyhow::Ok(self.process_message(message?).await) });
         let mut working = working.buffer_unordered(MAX_CONCURRENT);
         while let Some(worked) = working.next().await {

@@ -127,6 +127,7 @@ impl Notifier {
             let batches = consumer.stream().max_messages_per_batch(MAX_CONCURRENT).heartbeat(Duration::from_secs(5));
             streams.push(batches.messages().await?);
         }
+        self.bus.first_heartbeat().await;
         let working = select_all(streams).map(|message| async { anyhow::Ok(self.resolve(message?).await) });
         let mut working = working.buffered(MAX_CONCURRENT);
         while let Some(addressed) = working.next().await {
