@@ -581,11 +581,7 @@ impl Payment {
         if (expected, &self.currency) == (amount_minor, currency) {
             return Ok(());
         }
-        let described = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
-        Err(Rejection::Differs {
-            expected: described(expected, &self.currency),
-            given: described(amount_minor, currency),
-        })
+        Err(differs(expected, &self.currency, amount_minor, currency))
     }
 
     fn shown(&self) -> Reply {
@@ -602,6 +598,11 @@ impl Payment {
 }
 
 /// True of a valid amount in minor units.
+fn differs(expected: i64, expected_in: &Currency, given: i64, given_in: &Currency) -> Rejection {
+    let described = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
+    Rejection::Differs { expected: described(expected, expected_in), given: described(given, given_in) }
+}
+
 const fn is_an_amount(minor: i64) -> bool {
     minor > 0 && minor <= HIGHEST_BALANCE_MINOR
 }

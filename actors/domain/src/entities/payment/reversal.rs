@@ -91,7 +91,7 @@ impl Payment {
         if ours(&reversal_id) {
             return Ok(Transition::stay(Reply::Done));
         }
-        if let Some(step) = self.reviewed_money_reversed(what, amount_minor, currency, ctx) {
+        if let Some(step) = self.reviewed_money_reversed(what, amount_minor, currency, ctx)? {
             return Ok(step);
         }
         let known = self.reversals.get(&reversal_id);

@@ -1,11 +1,11 @@
 //! The review of a payment: the processor was paid in its name, in another amount or currency than was ordered. No account is credited with
 //! such money; an operator settles it, at the processor or by an adjustment.
 
-use super::{Payment, Phase, Reply, ReversalStep};
+use super::{Payment, Phase, Rejection, Reply, ReversalStep, differs};
 use crate::money::{Currency, MicroAmount};
 use crate::state_machine::{Transition, TransitionContext};
 
-/// What was paid in place of the order.
+/// Money that was paid at the processor in another amount or currency than was ordered.
 struct ReviewedMoney<'a> {
     processor_id: &'a str,
     amount_minor: i64,
@@ -59,34 +59,43 @@ impl Payment {
     pub(super) fn review_settled(&self, processor_id: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match self.under_review() {
             Some(it) if it.processor_id == processor_id => {
-                self.close_review(processor_id, "an operator has settled what was paid in its place", ctx)
+                self.close_review(processor_id, "an operator settled the payment of another amount or currency", ctx)
             }
             Some(_) | None => Transition::stay(Reply::Done),
         }
     }
 
-    /// Money under review goes back at the processor: no account had it, and nothing is posted. `None` where this is about other money.
+    /// All of the money under review goes back at the processor: no account had it, and nothing is posted. `None` where this is about other
+    /// money.
+    ///
+    /// # Errors
+    /// [`Rejection::Differs`] of a part of it, of a dispute, and of settled money that comes back: the report waits until an operator has settled
+    /// the review, since the order may yet be paid, and is settled by an operator, too.
     pub(super) fn reviewed_money_reversed(
         &self,
         what: ReversalStep,
         amount_minor: i64,
         currency: &Currency,
         ctx: &TransitionContext<'_>,
-    ) -> Option<Transition<Self>> {
+    ) -> Result<Option<Transition<Self>>, Rejection> {
         if let Some(it) = self.under_review() {
             let is_whole = it.currency == currency && amount_minor >= it.amount_minor;
-            return Some(match what {
-                ReversalStep::Refund if is_whole => {
-                    self.close_review(it.processor_id, "what was paid in its place was refunded at the processor", ctx)
-                }
-                ReversalStep::Refund
-                | ReversalStep::RefundFailed
-                | ReversalStep::DisputeOpened
-                | ReversalStep::DisputeWon => Transition::stay(Reply::Done),
-            });
+            if what == ReversalStep::Refund && is_whole {
+                let why = "the payment of another amount or currency was refunded at the processor";
+                return Ok(Some(self.close_review(it.processor_id, why, ctx)));
+            }
+            return Err(differs(it.amount_minor, it.currency, amount_minor, currency));
         }
-        let is_of_settled = !self.settled.is_empty() && self.paid_at().is_none();
-        is_of_settled.then(|| Transition::stay(Reply::Done))
+        if self.settled.is_empty() || self.paid_at().is_some() {
+            return Ok(None);
+        }
+        match what {
+            // The money is at the processor again.
+            ReversalStep::RefundFailed => Err(differs(0, currency, amount_minor, currency)),
+            ReversalStep::Refund | ReversalStep::DisputeOpened | ReversalStep::DisputeWon => {
+                Ok(Some(Transition::stay(Reply::Done)))
+            }
+        }
     }
 
     fn close_review(&self, processor_id: &str, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {

@@ -105,13 +105,30 @@ fn reviewed_money_that_goes_back_at_the_processor_ends_the_review_and_posts_noth
     let reversed =
         |what, amount_minor| Fact::Reversed { reversal_id: "re_1".into(), what, amount_minor, currency: gbp() };
     let mut world = under_review();
-    world.send(0, reversed(ReversalStep::Refund, 1_000)).unwrap();
-    world.send(0, reversed(ReversalStep::DisputeOpened, 4_200)).unwrap();
-    assert_eq!(world.it().state(), "under_review");
     world.send(0, reversed(ReversalStep::Refund, 4_200)).unwrap();
     assert_eq!(world.it().state(), "canceled");
     world.send(0, reversed(ReversalStep::Refund, 4_200)).unwrap();
     assert!(world.it().reversals.is_empty() && world.ledger.is_empty());
+    // The money is at the processor again: an operator has to know.
+    let failed = world.send(0, reversed(ReversalStep::RefundFailed, 4_200));
+    assert!(matches!(failed, Err(Rejection::Differs { .. })), "{failed:?}");
+}
+
+#[test]
+fn partial_refund_or_dispute_under_review_waits_and_is_posted_where_the_order_is_paid_after_all() {
+    for (what, amount_minor) in [(ReversalStep::Refund, 1_000), (ReversalStep::DisputeOpened, 4_200)] {
+        let reversed = || Fact::Reversed { reversal_id: "re_1".into(), what, amount_minor, currency: gbp() };
+        let mut world = under_review();
+        let refused = world.send(0, reversed());
+        assert!(matches!(refused, Err(Rejection::Differs { .. })), "{what:?}: {refused:?}");
+        assert_eq!(world.it().state(), "under_review");
+        world.send(0, converted(true)).unwrap();
+        world.hear_all();
+        // The processor reports it again, as reports that are refused are retried.
+        world.send(0, reversed()).unwrap();
+        world.hear_all();
+        assert_eq!(world.balance(), 5_000 - (amount_minor * 5_000 + 4_199) / 4_200, "{what:?}");
+    }
 }
 
 #[test]
