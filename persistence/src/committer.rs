@@ -14,7 +14,7 @@
 //! | another entity holds a claimed name | [`CommitOutcome::Claimed`] |
 //! | the shard has another owner or epoch | [`CommitOutcome::Fenced`] |
 //! | a constraint refuses it | the batch is halved until the transition is alone: [`CommitOutcome::Refused`], the rest commits |
-//! | only another session can write it (the server takes no writes, say) | tried once more on a new one, else [`CommitOutcome::NotApplied`] |
+//! | only another session can write it (the server is read-only, for example) | tried once more on a new one, else [`CommitOutcome::NotApplied`] |
 //! | any other error, the connection alive | rolled back: [`CommitOutcome::NotApplied`] (deadlocks are retried first) |
 //! | no connection, queue full, shutting down | not sent: [`CommitOutcome::NotApplied`] |
 //! | the connection lost, or no response in time | [`CommitOutcome::Unknown`], and the backend is ended before the next batch |

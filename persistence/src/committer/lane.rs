@@ -132,7 +132,7 @@ enum BatchError {
     Retryable(String),
     /// Rolled back; the connection is alive.
     RolledBack(String),
-    /// Rolled back, and only another session can succeed: this one's server takes no writes, say.
+    /// Rolled back, and only another session can succeed: the server is read-only, for example.
     SessionEnded(String),
     /// No answer.
     Unknown(String),
@@ -240,7 +240,7 @@ impl Worker {
                     tracing::debug!(reason, "a batch is tried again");
                     parts.push_front((part, tries + 1));
                 }
-                // Most often the server is well, and the session is one of before a change of it.
+                // The server is usually healthy, and the session older than its last change.
                 Err(BatchError::SessionEnded(_)) if tries == 0 => parts.push_front((part, 1)),
                 Err(
                     BatchError::Retryable(reason) | BatchError::RolledBack(reason) | BatchError::SessionEnded(reason),
@@ -508,6 +508,8 @@ fn classify(error: &sqlx::Error) -> BatchError {
                         BatchError::Constraint(postgres.constraint().map_or(reason, str::to_owned))
                     }
                     Some("40") => BatchError::Retryable(reason),
+                    // A pooler's report that it lost the server, which may have committed.
+                    Some("08") => BatchError::Unknown(reason),
                     _ if ended_sessions::ends_sessions(error) => BatchError::SessionEnded(reason),
                     _ => BatchError::RolledBack(reason),
                 },

@@ -35,7 +35,7 @@ impl SessionEnd {
 
 /// To be called with the error of every statement.
 pub(crate) fn observe(error: &sqlx::Error) {
-    if ends_sessions(error) {
+    if ends_sessions(error) && !is_lack_of_resources(error) {
         LAST_END.mark(Instant::now());
     }
 }
@@ -43,6 +43,11 @@ pub(crate) fn observe(error: &sqlx::Error) {
 /// Whether a session that was opened at that time has to be closed.
 pub(crate) fn has_ended(opened_at: Instant) -> bool {
     LAST_END.is_after(opened_at)
+}
+
+/// Class 53. It is the statement's or the machine's: the session that met it is closed, and new ones for all the others would add to it.
+fn is_lack_of_resources(error: &sqlx::Error) -> bool {
+    error.as_database_error().and_then(sqlx::error::DatabaseError::code).is_some_and(|code| code.starts_with("53"))
 }
 
 /// Whether only another session can succeed.

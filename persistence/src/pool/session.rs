@@ -20,8 +20,10 @@ impl SessionSettings {
     }
 
     fn statement(&self) -> String {
-        let set = |(name, value): &(String, String)| format!("SET {name} = '{}'", value.replace('\'', "''"));
-        self.0.iter().map(set).collect::<Vec<_>>().join("; ")
+        // Not `SET`, for which a quoted list is one element.
+        let set =
+            |(name, value): &(String, String)| format!("set_config('{name}', '{}', false)", value.replace('\'', "''"));
+        format!("SELECT {}", self.0.iter().map(set).collect::<Vec<_>>().join(", "))
     }
 
     /// # Errors
@@ -131,7 +133,9 @@ mod tests {
         assert!(of(options.clone()).is_empty());
         let options = options.options([("statement_timeout", "10000"), ("search_path", "it's, b\\c")]);
         let settings = SessionSettings::of(&options);
-        assert_eq!(settings.statement(), r"SET statement_timeout = '10000'; SET search_path = 'it''s, b\c'");
+        let statement =
+            r"SELECT set_config('statement_timeout', '10000', false), set_config('search_path', 'it''s, b\c', false)";
+        assert_eq!(settings.statement(), statement);
     }
 
     #[test]

@@ -26,14 +26,14 @@ pub(super) struct SocketFolder {
 }
 
 impl SocketFolder {
-    /// In the runtime folder of the unit or of the login, or in a temporary folder.
+    /// In the runtime folder of the unit, or in a temporary folder. That of a login (`XDG_RUNTIME_DIR`) ends with the login, and can then not be
+    /// made again.
     pub(super) fn create() -> io::Result<Self> {
         // systemd.exec(5): several are separated by colons.
         let of_unit = std::env::var_os("RUNTIME_DIRECTORY").and_then(|all| std::env::split_paths(&all).next());
-        let of_login = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-        // One that another user owns may be his, as under `sudo`.
+        // One that another user owns is of another unit, as under `sudo`.
         let own = |folder: &PathBuf| folder.is_absolute() && is_own(folder);
-        let runtime = of_unit.into_iter().chain(of_login).filter(own);
+        let runtime = of_unit.into_iter().filter(own);
         let folders: Vec<PathBuf> = runtime.chain([std::env::temp_dir(), SHARED_MEMORY.into()]).collect();
         Self::create_in_first(&folders)
     }
@@ -75,15 +75,15 @@ impl SocketFolder {
     /// Makes the folder and its lock file again where they were removed.
     pub(super) fn restore(&self) -> io::Result<()> {
         let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.path.join("lock").exists() {
-            return Ok(());
-        }
         DirBuilder::new().mode(0o700).recursive(true).create(&self.path)?;
-        // Anyone may have made one of this name in a temporary folder meanwhile.
+        // Any user may have made one of this name in a temporary folder after it was removed.
         let found = std::fs::symlink_metadata(&self.path)?;
         if !found.is_dir() || found.uid() != lock.metadata()?.uid() || found.mode() & 0o077 != 0 {
             let refused = format!("{} is not of this process", self.path.display());
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, refused));
+        }
+        if self.path.join("lock").exists() {
+            return Ok(());
         }
         *lock = locked_file(&self.path)?;
         Ok(())
@@ -183,7 +183,12 @@ mod tests {
         std::fs::remove_dir_all(folder.path()).unwrap();
         std::fs::create_dir(folder.path()).unwrap();
         std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
-        let refused = folder.restore().unwrap_err();
-        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "{refused}");
+        // With all that is looked for in it.
+        let socket = folder.path().join(".s.PGSQL.5432");
+        std::fs::write(folder.path().join("lock"), "").unwrap();
+        let _foreign = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        for refused in [folder.restore(), folder.restore_socket(&socket).map(drop)].map(Result::unwrap_err) {
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "{refused}");
+        }
     }
 }
