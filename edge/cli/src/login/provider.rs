@@ -90,8 +90,10 @@ impl Repeats {
     fn after(self, outcome: &Result<HttpResponse, HttpError>) -> Option<(Option<Duration>, Duration)> {
         match outcome {
             Ok(answer) if oauth_answer::is_passing_fault(answer) => {
-                let is_unprocessed =
-                    matches!(answer.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+                // A proxy answers 503, too, where it has lost a request on its way; who names a time has refused it.
+                let is_unprocessed = answer.status() == StatusCode::TOO_MANY_REQUESTS
+                    || (answer.status() == StatusCode::SERVICE_UNAVAILABLE
+                        && retry_after::of(answer.headers()).is_some());
                 let repeats = self == Self::Always || is_unprocessed;
                 repeats.then(|| (retry_after::of(answer.headers()), RETRY_FOR))
             }
