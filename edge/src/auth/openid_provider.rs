@@ -233,6 +233,8 @@ fn life(value: &Value) -> Option<Duration> {
         Value::String(text) => text.trim().parse().ok()?,
         Value::Null | Value::Bool(_) | Value::Array(_) | Value::Object(_) => return None,
     };
+    // `min` of a number and none is the number.
+    let seconds = Some(seconds).filter(|seconds| !seconds.is_nan())?;
     let life = Duration::try_from_secs_f64(seconds.min(LONGEST_LIFE.as_secs_f64())).ok()?;
     Some(Duration::from_secs(life.as_secs())).filter(|life| !life.is_zero())
 }

@@ -102,7 +102,7 @@ impl<'a> Iterator for FromTheEnd<'a> {
         let mut in_quotes = false;
         for (at, byte) in text.iter().enumerate().rev() {
             match *byte {
-                b'"' => in_quotes = !in_quotes,
+                b'"' if !is_escaped(&text[..at]) => in_quotes = !in_quotes,
                 byte if byte == self.separator && !in_quotes => {
                     self.rest = Some(&text[..at]);
                     return Some(&text[at + 1..]);
@@ -112,6 +112,11 @@ impl<'a> Iterator for FromTheEnd<'a> {
         }
         Some(text)
     }
+}
+
+/// Whether the byte after this text is a quoted pair (RFC 9110, section 5.6.4).
+fn is_escaped(before: &[u8]) -> bool {
+    before.iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1
 }
 
 /// The value of `for` in an element of `Forwarded` (RFC 7239, section 4); `None` where it has none, or several.
@@ -221,6 +226,8 @@ mod tests {
             ("proto=https;for=\"192.0.2.43:_port\";host=\"a,b;c\"", "192.0.2.43"),
             ("for=unknown, FOR = 192.0.2.43", "192.0.2.43"),
             ("for=192.0.2.43, for=10.0.0.2;by=10.0.0.3", "192.0.2.43"),
+            // A client's value with quotes and separators, which its proxy has escaped.
+            (r#"for=192.0.2.43;host="a\",for=198.51.100.9;x=\"b""#, "192.0.2.43"),
             // A client that leaves a quoted string open.
             ("for=\"evil, for=192.0.2.43", "192.0.2.43"),
         ] {

@@ -144,6 +144,7 @@ async fn issued_tokens_are_read_as_providers_write_them() {
         (json!({"access_token": "a", "refresh_token": "r", "expires_in": 0}), None),
         (json!({"access_token": "a", "refresh_token": "r", "expires_in": -5}), None),
         (json!({"access_token": "a", "refresh_token": "r", "expires_in": "soon", "error": null}), None),
+        (json!({"access_token": "a", "refresh_token": "r", "expires_in": "NaN"}), None),
     ] {
         let (_server, client) = client_of_answers(&[(200, format!("\u{feff}{answer}"))]).await;
         for issued in [client.exchange("code", "verifier").await, client.refresh(&"spent".to_owned().into()).await] {
