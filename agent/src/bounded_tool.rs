@@ -1,7 +1,7 @@
 //! A tool of the machine as a child process: with low priority, and bounded in time and output.
 //!
 //! The tool is in a process group of its own, which is killed at the deadline, and it gets a signal to end with the agent: a load never
-//! outlives the validation that began it, and a driver or a service manager that hangs keeps no task from its end.
+//! outlives the validation that began it, and a hanging driver or service manager delays no task past its deadline.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Read, Write as _};

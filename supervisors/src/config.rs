@@ -385,7 +385,7 @@ mod tests {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         for (name, text, why, form) in [
             ("SVC_PUBLIC_URL", "http://gpu.example", "begins with http://", "https://gpu.example:8443"),
-            ("SVC_PUBLIC_URL", "https://0.0.0.0:8443", "listener", "https://gpu.example:8443"),
+            ("SVC_PUBLIC_URL", "https://0.0.0.0:8443", "unspecified address", "https://gpu.example:8443"),
             ("SVC_PUBLIC_URL", "https://gpu.example/gpuaas", "has the path", "https://gpu.example:8443"),
             ("SVC_PUBLIC_URL", "\"https://gpu.example\"", "quotes", "https://gpu.example:8443"),
             ("SVC_NODE_PUBLIC_URL", "http://127.0.0.1:9443", "begins with http://", "https://nodes.example:9443"),

@@ -2,7 +2,7 @@
 //! standby takes its place behind one address. Writes are refused with a time to come back, one line of the log has the cause, and the
 //! service writes again within seconds of the server.
 
-#![allow(clippy::print_stdout, reason = "figures, for a run with --no-capture")]
+#![allow(clippy::print_stdout, reason = "measurements, for a run with --no-capture")]
 
 use local_servers::postgres::PostgresOptions;
 use local_servers::test_database::TestDatabase;

@@ -11,39 +11,39 @@ pub const LIST_FOR_OBJECT: &str = "a list in place of an object";
 #[derive(Clone, Copy, Debug)]
 pub struct StrictObjects<D> {
     inner: D,
-    buffers: Buffers,
+    buffers: BufferedLists,
 }
 
-/// What a type that reads anything may be given: a JSON value, or the buffer of a tagged type.
+/// Whether a type that reads anything, as a JSON value or the buffer of a tagged type does, may get a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Buffers {
-    MayHoldLists,
-    HoldNoList,
+enum BufferedLists {
+    Accepted,
+    Refused,
 }
 
 impl<D> StrictObjects<D> {
     /// Reads from `inner`.
     pub const fn new(inner: D) -> Self {
-        Self { inner, buffers: Buffers::MayHoldLists }
+        Self { inner, buffers: BufferedLists::Accepted }
     }
 
     /// Reads from `inner`, and refuses lists where a type reads anything.
     pub const fn without_buffered_lists(inner: D) -> Self {
-        Self { inner, buffers: Buffers::HoldNoList }
+        Self { inner, buffers: BufferedLists::Refused }
     }
 }
 
 /// A visitor, a seed or an access of serde's, whose further values are read strictly too.
 struct Strict<T> {
     inner: T,
-    buffers: Buffers,
+    buffers: BufferedLists,
 }
 
 /// A visitor.
 struct StrictVisitor<V> {
     inner: V,
     refuses_list: bool,
-    buffers: Buffers,
+    buffers: BufferedLists,
 }
 
 /// Deserializer methods that differ in nothing but their name.
@@ -66,7 +66,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for StrictObjects<D> {
     }
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
-        let refuses_list = self.buffers == Buffers::HoldNoList;
+        let refuses_list = self.buffers == BufferedLists::Refused;
         self.inner.deserialize_any(StrictVisitor { inner: visitor, refuses_list, buffers: self.buffers })
     }
 

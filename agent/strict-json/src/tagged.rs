@@ -1,7 +1,7 @@
 //! Reading types with `tag`, `untagged` or `flatten` anywhere in them.
 //!
-//! serde reads their content out of a buffer of its own, which gives a struct a list as readily as a map, and no deserializer around it is
-//! asked. So what was understood is written again: a list that is written as an object was none.
+//! serde reads their content out of a buffer of its own, which gives a struct a list as readily as a map, and a deserializer around it
+//! cannot refuse. So the value is serialized again and compared with the input: where the input has a list and the output an object, it is refused.
 
 use crate::{from_slice as strict_slice, from_value as strict_value};
 use serde::Serialize;
@@ -33,11 +33,8 @@ pub fn from_value<T: DeserializeOwned + Serialize>(value: Value) -> Result<T> {
     Ok(understood)
 }
 
-/// Checks that no list in `sent` was understood as an object.
-///
-/// # Errors
-/// The path of the first such list; and where `understood` cannot be written.
-pub fn check<T: Serialize>(sent: &Value, understood: &T) -> Result<()> {
+/// Refuses a list in `sent` that was understood as an object, by its path.
+fn check<T: Serialize>(sent: &Value, understood: &T) -> Result<()> {
     match list_for_object(sent, &serde_json::to_value(understood)?) {
         None => Ok(()),
         Some(path) => {

@@ -283,20 +283,17 @@ fn boot_systemd() {
 }
 
 #[test]
-fn tool_of_the_driver_that_hangs_keeps_no_provision_and_no_release_from_its_end() {
-    overlay_machine::alone(
-        "gpu_outages::tool_of_the_driver_that_hangs_keeps_no_provision_and_no_release_from_its_end",
-        || {
-            boot_systemd();
-            install_program("nvidia-modprobe", "echo $$ >/run/modprobe.pid; exec sleep 1000");
-            let node = DriverNode::start();
-            let uid = node.provision(1, NAME, 0).unwrap();
-            assert!(can(uid, "cat /dev/nvidia0"));
-            let hung = fs::read_to_string("/run/modprobe.pid").unwrap();
-            eventually(|| !Path::new("/proc").join(hung.trim()).exists());
-            assert_clean(&node.release(1, NAME, 0));
-        },
-    );
+fn hanging_driver_tool_delays_neither_provision_nor_release() {
+    overlay_machine::alone("gpu_outages::hanging_driver_tool_delays_neither_provision_nor_release", || {
+        boot_systemd();
+        install_program("nvidia-modprobe", "echo $$ >/run/modprobe.pid; exec sleep 1000");
+        let node = DriverNode::start();
+        let uid = node.provision(1, NAME, 0).unwrap();
+        assert!(can(uid, "cat /dev/nvidia0"));
+        let hung = fs::read_to_string("/run/modprobe.pid").unwrap();
+        eventually(|| !Path::new("/proc").join(hung.trim()).exists());
+        assert_clean(&node.release(1, NAME, 0));
+    });
 }
 
 fn reconcile_often(node: &DriverNode) {

@@ -5,8 +5,8 @@ use std::fmt;
 use std::net::IpAddr;
 use url::{Host, Url};
 
-/// The most characters of an address.
-const MOST: usize = 2048;
+/// The longest address, in characters.
+const MAX_LEN: usize = 2048;
 
 /// Why a text is no address of its kind. It shows no user and no password.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -215,7 +215,7 @@ impl Rules {
 
     fn check(&self, text: &str) -> Result<Url, AddressError> {
         let refuse = |why: &str| Err(self.refuse(text, why));
-        if text.len() > MOST {
+        if text.len() > MAX_LEN {
             return refuse("has more than 2048 characters");
         }
         if text.starts_with(is_quote) || text.ends_with(is_quote) {
@@ -240,10 +240,10 @@ impl Rules {
             return refuse(&format!("begins with {}://", scheme.to_ascii_lowercase()));
         }
         if !url.username().is_empty() || url.password().is_some() || authority.contains('@') {
-            return refuse("has a user or a password, which is set apart from the address or not supported");
+            return refuse("has a user or a password, which belong into settings of their own");
         }
         if is_unspecified(&host) {
-            return refuse("names the address at which a listener binds; none can connect to it");
+            return refuse("is the unspecified address, to which no client can connect");
         }
         if url.port() == Some(0) {
             return refuse("has port 0");
@@ -303,11 +303,11 @@ mod tests {
         ("'https://gpu.example'", "quotes"),
         ("https://gpu.example:99999", "cannot be read"),
         ("https://gpu.example:0", "port 0"),
-        ("https://0.0.0.0:8443", "listener"),
+        ("https://0.0.0.0:8443", "unspecified address"),
     ];
     /// Of those kinds that begin with https.
     const MORE_WRONG: [(&str, &str); 5] = [
-        ("https://[::]:8443", "listener"),
+        ("https://[::]:8443", "unspecified address"),
         ("https://ops:hunter2@gpu.example", "password"),
         ("https://@gpu.example", "password"),
         ("https://gpu.example?a=b", "query"),

@@ -40,7 +40,7 @@ const FIELDS: [(&str, &[&str]); 31] = [
     ("user_id", &["user"]),
 ];
 
-/// The command that the words on the command line select.
+/// The command that the arguments select.
 pub(crate) struct SelectedCommand {
     pub(crate) leaf: clap::Command,
     /// The command that lists what it is about, such as `gpuctl nodes list`.
@@ -66,7 +66,7 @@ impl SelectedCommand {
     }
 }
 
-/// What the API says of its JSON, and what is said of an argument.
+/// Phrases of the API about JSON, each with its phrase about an argument.
 const OF_ARGUMENTS: [(&str, &str); 9] = [
     ("Query parameter `--", "`--"),
     ("Field `--", "`--"),

@@ -26,7 +26,7 @@ pub(crate) fn address(text: &str) -> Result<Url, Failure> {
     let url = Url::parse(text).map_err(|error| wrong(&error.to_string()))?;
     let host = url.host_str().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
     if host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified()) {
-        return Err(wrong("its host is where a server listens, and none that a client connects to"));
+        return Err(wrong("its host is the unspecified address, to which no client can connect"));
     }
     match url.scheme() {
         _ if url.host_str().is_none() => Err(wrong("it names no host")),

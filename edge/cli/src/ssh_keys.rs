@@ -132,7 +132,7 @@ async fn delete(key: &Ref, of: &UserSelector, confirm: &Confirm, api: &Api) -> R
         confirm.ask(&question(key, heir))?;
     }
     let deleted = api.delete(&format!("{}/{id}", of.path()), &[]).await?;
-    let now = heir.flatten().map(|heir| format!(" The default key is {} now.", name_in_list(heir))).unwrap_or_default();
+    let now = heir.flatten().map(|heir| format!(" The default key is {}.", name_in_list(heir))).unwrap_or_default();
     api.out.done(&deleted, &format!("Key {key} is deleted.{now}"))
 }
 
@@ -146,7 +146,7 @@ fn heir_of<'a>(keys: &'a [Value], id: &str) -> Option<Option<&'a Value>> {
 fn question(key: &Ref, heir: Option<&Value>) -> String {
     let after = match heir {
         Some(heir) => format!("The default is then {}, the oldest other one: it opens", name_in_list(heir)),
-        None => "There is no other one: by terminals alone, you reach".to_owned(),
+        None => "There is no other key: only terminals reach".to_owned(),
     };
     format!(
         "{key} is the default key. {after} allocations for which no key was chosen, those that run included. Delete {key}?"
@@ -211,7 +211,7 @@ mod tests {
         let asked = question(&"laptop".parse().unwrap(), heir);
         assert!(asked.contains("The default is then oldest (SHA256:x), the oldest other one"), "{asked}");
         assert_eq!(heir_of(&keys[2..], "laptop"), Some(None));
-        assert!(question(&"laptop".parse().unwrap(), None).contains("by terminals alone"));
+        assert!(question(&"laptop".parse().unwrap(), None).contains("only terminals reach"));
     }
 
     #[test]

@@ -6,24 +6,24 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Commands that users expect, and what they are called here.
-const CALLED_OTHERWISE: [(&str, &str, &str); 1] = [(
+/// Commands of other tools, each with the command of `gpuctl`.
+const RENAMED_COMMANDS: [(&str, &str, &str); 1] = [(
     "nodes",
     "drain",
     "gpuctl nodes retire NODE --drain --reason TEXT: it takes no new allocations, and retires after the last one",
 )];
 
 /// Prints the error, or the help that was asked for, and returns the exit code.
-pub(crate) fn report(error: &clap::Error, words: impl Iterator<Item = OsString>) -> ExitCode {
-    let words: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
+pub(crate) fn report(error: &clap::Error, arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let arguments: Vec<String> = arguments.map(|argument| argument.to_string_lossy().into_owned()).collect();
     // Help and version, where they were asked for, are results.
     let is_error = error.use_stderr();
-    if is_error && wants_json(&words) {
-        print_notice(&failure_of(error, &words).to_json().to_string());
+    if is_error && wants_json(&arguments) {
+        print_notice(&failure_of(error, &arguments).to_json().to_string());
     } else {
         // A closed standard output is no failure.
         let _ = error.print();
-        if let Some(next) = called_otherwise(error, &words) {
+        if let Some(next) = renamed_command(error, &arguments) {
             print_notice(&format!("\n  next: {next}"));
         }
     }
@@ -31,16 +31,16 @@ pub(crate) fn report(error: &clap::Error, words: impl Iterator<Item = OsString>)
 }
 
 /// Whether the arguments ask for JSON, as far as arguments that cannot be parsed show it.
-fn wants_json(words: &[String]) -> bool {
-    let own = words.split(|word| word == "--").next().unwrap_or_default();
+fn wants_json(arguments: &[String]) -> bool {
+    let own = arguments.split(|argument| argument == "--").next().unwrap_or_default();
     let pairs = own.iter().zip(own.iter().skip(1));
     let has_value = |(name, value): (&String, &String)| matches!(name.as_str(), "-o" | "--output") && value == "json";
-    own.iter().any(|word| matches!(word.as_str(), "-ojson" | "-o=json" | "--output=json"))
+    own.iter().any(|argument| matches!(argument.as_str(), "-ojson" | "-o=json" | "--output=json"))
         || pairs.into_iter().any(has_value)
 }
 
 /// The error as a failure: its first paragraph, and the usage as the next step.
-fn failure_of(error: &clap::Error, words: &[String]) -> Failure {
+fn failure_of(error: &clap::Error, arguments: &[String]) -> Failure {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let mut paragraphs = text.split("\n\n").map(|paragraph| paragraph.split_whitespace().collect::<Vec<_>>().join(" "));
@@ -49,17 +49,17 @@ fn failure_of(error: &clap::Error, words: &[String]) -> Failure {
         _ => paragraphs.next().unwrap_or_default(),
     };
     let usage = paragraphs.find(|paragraph| paragraph.starts_with("Usage: "));
-    let next = called_otherwise(error, words).map(str::to_owned).or(usage);
+    let next = renamed_command(error, arguments).map(str::to_owned).or(usage);
     Failure { next, ..Failure::usage(message) }
 }
 
-fn called_otherwise(error: &clap::Error, words: &[String]) -> Option<&'static str> {
+fn renamed_command(error: &clap::Error, arguments: &[String]) -> Option<&'static str> {
     let Some(ContextValue::String(unknown)) = error.get(ContextKind::InvalidSubcommand) else { return None };
     let is_it = |(noun, verb, _): &&(&str, &str, &str)| {
-        let is_noun = |word: &String| *word == *noun || format!("{word}s") == *noun;
-        unknown == verb && words.iter().any(is_noun)
+        let is_noun = |argument: &String| *argument == *noun || format!("{argument}s") == *noun;
+        unknown == verb && arguments.iter().any(is_noun)
     };
-    CALLED_OTHERWISE.iter().find(is_it).map(|(_, _, next)| *next)
+    RENAMED_COMMANDS.iter().find(is_it).map(|(_, _, next)| *next)
 }
 
 #[cfg(test)]
@@ -69,8 +69,8 @@ mod tests {
     use clap::Parser as _;
 
     fn failure(line: &str) -> Failure {
-        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
-        failure_of(&Arguments::try_parse_from(&words).unwrap_err(), &words)
+        let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        failure_of(&Arguments::try_parse_from(&arguments).unwrap_err(), &arguments)
     }
 
     #[test]
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn drained_node_is_a_retired_one() {
+    fn unknown_command_drain_names_retire() {
         for line in ["gpuctl nodes drain gpu-1 --reason r", "gpuctl node drain gpu-1"] {
             let next = failure(line).next.unwrap();
             assert!(next.contains("gpuctl nodes retire NODE --drain"), "{line}: {next}");

@@ -51,8 +51,8 @@ pub(crate) fn is_web_page(headers: &HeaderMap) -> bool {
     media_type.eq_ignore_ascii_case("text/html") || media_type.eq_ignore_ascii_case("application/xhtml+xml")
 }
 
-/// Whether the connection was made and TLS failed: a certificate by another authority or for another name, or a server without TLS. Time
-/// does not mend it, other than an outage.
+/// Whether the connection was made and TLS failed: a certificate by another authority or for another name, or a server without TLS. A
+/// retry does not help, unlike in an outage.
 pub(crate) fn is_tls_failure(error: &(dyn Error + 'static)) -> bool {
     // What an I/O error wraps is not among its sources.
     let wrapped = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);

@@ -43,7 +43,7 @@ pub struct LogStore {
     client: Client,
 }
 
-/// What kept a batch from the store. Each kind needs another step of another person.
+/// Why a batch was not stored. The reason decides who acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub(crate) enum PushFailureKind {
@@ -109,7 +109,7 @@ impl LogStore {
         Ok(Self { push, client })
     }
 
-    /// Whether the store is at its address and admits this service: asked with a batch without a stream, of which it stores nothing.
+    /// Whether the store is at its address and admits this service. Sends a batch without streams, of which nothing is stored.
     ///
     /// # Errors
     /// What keeps it from storing batches, for an operator.
@@ -155,8 +155,7 @@ impl LogStore {
     }
 }
 
-/// What an answer that is no success means. Only what Loki answers about lines counts as the lines' fault: everything else is ours to mend,
-/// and costs no line.
+/// The reason of a refusal. Only a refusal of the lines by Loki lets the collector drop them; any other is an operator's to correct.
 fn kind_of(status: StatusCode, is_page: bool, body: &str) -> PushFailureKind {
     match status {
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
@@ -200,7 +199,7 @@ const fn operators_step(kind: PushFailureKind) -> &'static str {
     }
 }
 
-/// The answer to the collector. It drops lines after `invalid_request` and `payload_too_large` alone, which only the lines themselves earn.
+/// The answer to the collector. It drops lines after `invalid_request` and `payload_too_large` alone, which only a refusal of the lines has.
 impl From<PushFailure> for ApiError {
     fn from(failure: PushFailure) -> Self {
         let PushFailure { kind, text, retry_after } = failure;

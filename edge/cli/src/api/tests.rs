@@ -269,7 +269,7 @@ async fn default_ssh_key_is_deleted_after_a_confirmation_alone() {
 }
 
 #[tokio::test]
-async fn policy_key_without_a_value_points_to_what_holds() {
+async fn policy_key_without_a_value_names_the_value_in_force() {
     let none = || async { Json(json!({ "items": [], "next_page": null })) };
     let catalog = || async { Json(json!({ "items": [{ "key": "billing.window_seconds" }] })) };
     let routes =

@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn other_forms_several_keys_and_options_are_named_with_what_to_do() {
         let good = GOOD[0].0;
-        for (text, said) in [
+        for (text, expected) in [
             ("-----BEGIN PUBLIC KEY-----\nMCow\n-----END PUBLIC KEY-----".to_owned(), "-m PKCS8"),
             ("-----BEGIN RSA PUBLIC KEY-----\nMIIB\n-----END RSA PUBLIC KEY-----".into(), "-m PEM"),
             ("-----BEGIN PGP PUBLIC KEY BLOCK-----\n".into(), "gpg --export-ssh-key"),
@@ -324,7 +324,7 @@ mod tests {
             (format!("no-pty,from=\"10.0.0.0/8\" {good}"), "options"),
         ] {
             let error = SshPublicKey::parse(&text).unwrap_err().to_string();
-            assert!(error.contains(said), "{text}: {error}");
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 

@@ -223,14 +223,14 @@ async fn value_of_another_type_is_refused_at_every_depth_of_every_body() {
                 let body = with_value(&content["example"], &place, value.clone());
                 let method = Method::from_bytes(method.as_bytes()).unwrap();
                 let answer = api.call(method.clone(), &path).by(&token).key("k").json(&body).send().await;
-                let said = format!("{method} {path} {}: {value}: {}", place.join("."), answer.body);
-                assert_eq!((answer.status, &answer.body["code"]), (400, &json!("invalid_request")), "{said}");
+                let context = format!("{method} {path} {}: {value}: {}", place.join("."), answer.body);
+                assert_eq!((answer.status, &answer.body["code"]), (400, &json!("invalid_request")), "{context}");
                 let field = answer.body["details"]["field"].as_str().unwrap_or_default();
-                assert!(field.starts_with(&place.join(".")), "{said}");
+                assert!(field.starts_with(&place.join(".")), "{context}");
                 // A map's keys are not fields: it has no properties.
                 if value.is_array() && kind == "object" && schema["properties"].is_object() {
                     let message = answer.body["message"].as_str().unwrap();
-                    assert_eq!(message, format!("`{}` is a list; it must be an object.", place.join(".")), "{said}");
+                    assert_eq!(message, format!("`{}` is a list; it must be an object.", place.join(".")), "{context}");
                     lists_for_objects += 1;
                 }
                 sent += 1;

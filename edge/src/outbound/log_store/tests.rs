@@ -66,7 +66,7 @@ async fn each_kind_of_answer_has_its_reason_and_only_lines_that_the_store_refuse
 }
 
 #[tokio::test]
-async fn mistake_in_the_address_is_none_of_a_store_that_is_away() {
+async fn wrong_address_is_distinguished_from_an_outage() {
     let server = store_that_answers(ResponseTemplate::new(204)).await;
     let port = server.address().port();
     // TLS with a server that has none.

@@ -214,14 +214,14 @@ pub(crate) struct Session {
     pub(super) payment_intent: Option<Ref<ObjectId>>,
 }
 
-/// The order of a session whose amount and currency are those that the payer chose: sessions of the API's versions before 2025-03-31.
+/// The order of a session whose amount and currency are those that the payer chose: sessions that were created before 2025-03-31.
 #[derive(Deserialize)]
 struct CurrencyConversion {
     amount_total: i64,
     source_currency: String,
 }
 
-/// What a payer saw of an amount that is in the currency of the order: later versions.
+/// What a payer saw of an amount that is in the currency of the order: sessions that were created since then.
 #[derive(Deserialize)]
 struct PresentmentDetails {
     presentment_amount: i64,

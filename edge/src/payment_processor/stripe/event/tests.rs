@@ -63,7 +63,7 @@ fn standing(processor_id: &str, status: ProcessorPaymentStatus) -> ProcessorUpda
     })
 }
 
-/// A session of Adaptive Pricing, in the form of the API's versions before and after 2025-03-31.
+/// Sessions of Adaptive Pricing, created before and after 2025-03-31.
 #[test]
 fn converted_session_is_read_in_the_terms_of_its_order() {
     let session = |more: Value| {

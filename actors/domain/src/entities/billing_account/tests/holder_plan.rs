@@ -43,7 +43,7 @@ impl Bench {
 }
 
 #[test]
-fn what_an_account_uses_is_what_is_resolved_for_its_holder_and_plan() {
+fn account_uses_the_policies_of_its_holder_and_plan() {
     let keys = [
         PolicyKey::BillingWindow,
         PolicyKey::BillingDepletionGrace,
