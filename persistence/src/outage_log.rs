@@ -1,4 +1,4 @@
-//! Log lines about an outage, bounded: one at its beginning, with the cause, then one a minute, and one at its end.
+//! Log lines about an outage, bounded: one at its beginning, one for each further cause, then one a minute, and one at its end.
 
 use crate::pool::ended_sessions;
 use std::error::Error;
@@ -9,6 +9,10 @@ use std::time::{Duration, Instant};
 const REPEAT_INTERVAL: Duration = Duration::from_secs(60);
 /// Between the lines of two outages.
 const MIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The causes of one outage that have a line of their own. The first failure is often a consequence: the server ended the sessions, and then
+/// takes no writes.
+const MAX_CAUSES: usize = 3;
 
 /// The database, as the statements of this process find it.
 static DATABASE: Mutex<OutageLog> = Mutex::new(OutageLog::new());
@@ -21,21 +25,33 @@ pub struct OutageLog {
     is_logged: bool,
     logged_at: Option<Instant>,
     failures: u64,
+    /// Those of the lines of this outage.
+    causes: Vec<String>,
 }
 
 impl OutageLog {
     #[must_use]
     pub const fn new() -> Self {
-        Self { began: None, is_logged: false, logged_at: None, failures: 0 }
+        Self { began: None, is_logged: false, logged_at: None, failures: 0, causes: Vec::new() }
     }
 
     /// A failure. Returns the number of this outage's failures so far where a line is due.
     pub fn failed(&mut self, now: Instant) -> Option<u64> {
+        self.failed_by(now, "")
+    }
+
+    /// The same, by the kind of its cause. A line is due for each of the first kinds of an outage.
+    fn failed_by(&mut self, now: Instant, cause: &str) -> Option<u64> {
         self.began.get_or_insert(now);
         self.failures += 1;
+        let is_new = self.causes.len() < MAX_CAUSES && !self.causes.iter().any(|known| known == cause);
         let interval = if self.is_logged { REPEAT_INTERVAL } else { MIN_INTERVAL };
-        if self.logged_at.is_some_and(|at| now.duration_since(at) < interval) {
+        let is_early = self.logged_at.is_some_and(|at| now.duration_since(at) < interval);
+        if is_early && !(self.is_logged && is_new) {
             return None;
+        }
+        if is_new {
+            self.causes.push(cause.to_owned());
         }
         (self.is_logged, self.logged_at) = (true, Some(now));
         Some(self.failures)
@@ -50,6 +66,7 @@ impl OutageLog {
     pub fn ended(&mut self, now: Instant) -> Option<Duration> {
         let began = self.began.take()?;
         self.failures = 0;
+        self.causes.clear();
         std::mem::take(&mut self.is_logged).then(|| now.duration_since(began))
     }
 }
@@ -59,7 +76,8 @@ pub(crate) fn statement_failed(doing: &'static str, error: &sqlx::Error) {
     if !ended_sessions::ends_sessions(error) && !matches!(error, sqlx::Error::Tls(_) | sqlx::Error::PoolTimedOut) {
         return;
     }
-    let due = DATABASE.lock().unwrap_or_else(PoisonError::into_inner).failed(Instant::now());
+    let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code).unwrap_or_default();
+    let due = DATABASE.lock().unwrap_or_else(PoisonError::into_inner).failed_by(Instant::now(), &code);
     if let Some(failures) = due {
         tracing::warn!(error = chain(error), failures, "the database does not serve: {doing} failed");
     }
@@ -99,6 +117,14 @@ mod tests {
         assert_eq!(lines, [1, 61, 121], "their numbers of failures");
         assert_eq!(log.ended(begin + Duration::from_secs(150)), Some(Duration::from_secs(150)));
         assert_eq!(log.ended(begin + Duration::from_secs(151)), None);
+    }
+
+    #[test]
+    fn each_of_the_first_causes_of_an_outage_has_a_line_at_once() {
+        let (mut log, now) = (OutageLog::new(), Instant::now());
+        let causes = ["57P01", "57P01", "25006", "57P01", "25006", "", "08006"];
+        let lines: Vec<_> = causes.iter().filter_map(|cause| log.failed_by(now, cause)).collect();
+        assert_eq!(lines, [1, 3, 6], "their numbers of failures");
     }
 
     #[test]
