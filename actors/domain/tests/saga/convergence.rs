@@ -99,7 +99,7 @@ impl Simulation {
         next.map_or(TimeDelta::zero(), |at| at - self.now).clamp(TimeDelta::seconds(1), longest)
     }
 
-    /// A failed release that waits for a person gets its person.
+    /// A failed release that waits for a person gets its person, and so does a node whose validation failed.
     fn operators_do_their_part(&mut self) {
         let waiting: Vec<AllocationId> = self
             .allocations
@@ -110,6 +110,12 @@ impl Simulation {
         for id in waiting {
             let retry = allocation::Request::RetryRelease { reason: "repaired".into() };
             self.tell_allocation(id, &admin(), retry).unwrap();
+        }
+        let active = self.nodes.values().filter(|node| node.life == NodePhase::Active);
+        let failed: Vec<_> = active.filter_map(|node| Some((node.id, node.failed_level()?))).collect();
+        for (id, level) in failed {
+            // Refused while one is in progress.
+            let _ = self.tell_node(id, &admin(), node::Request::Validate { level, reason: "repaired".into() });
         }
     }
 
@@ -145,16 +151,12 @@ impl Simulation {
                 | NodePhase::Removing { .. }
                 | NodePhase::Removed => {}
             }
-            // Its hold ended without another validation, such as by its retirement.
-            if let Some(level) = self.nodes[&id].failed_level().filter(|_| self.nodes[&id].life == NodePhase::Active) {
-                let _ = self.tell_node(id, &admin(), node::Request::Validate { level, reason: "r".into() });
-            }
             self.healthy(id);
-            let node = &self.nodes[&id];
-            let gone = node.life.is_gone();
-            assert!(gone || node.gpus_free() == node.registration.gpus_total, "{}", self.picture());
         }
-        self.deliver_all();
+        // A task that an agent had under an identity that ended is handed out again once its lease is over.
+        self.come_to_rest("every node that is not gone has all its GPUs", |world| {
+            world.nodes.values().all(|node| node.life.is_gone() || node.gpus_free() == node.registration.gpus_total)
+        });
         assert_eq!(self.on_the_bus().count(), 0);
     }
 }
