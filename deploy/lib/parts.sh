@@ -105,7 +105,7 @@ print_failure() {
     fi
     ! disk_is_full || say "the disk is full: $(df --output=avail,target --human-readable "$root" | tail -n 1 | awk '{ print $1 " are free on " $2 }')"
     printf 'gpuaas: failed after %d s: %s\n' "$SECONDS" "$name"
-    printf '        the whole output: %s\n        again: deploy/test --part %q%s%s\n' "$log" "$name" "${all:+ --all}" "$names"
+    printf '        the whole output: %s\n        again: %sdeploy/test%s --part %q%s\n' "$log" "${all:+TEST_SEED=$seed }" "${all:+ --all}" "$name" "$names"
 }
 
 # The lines of a failed part that say why: those from its first error on, and its last ones.

@@ -47,9 +47,14 @@ impl Run {
 
     /// Runs these parts as `deploy/test` does.
     fn of(&self, parts: &str) -> Output {
+        self.with("all=''", parts)
+    }
+
+    /// The same with these variables of the script.
+    fn with(&self, variables: &str, parts: &str) -> Output {
         let script = format!(
             r#"set -euo pipefail
-root=$1 all='' only_part='' junit=$1/junit.xml
+root=$1 {variables} only_part='' junit=$1/junit.xml
 say() {{ printf '\033[1m==>\033[0m %s\n' "$*"; }}
 print_not_run() {{ say "everything ran"; }}
 . "$root/deploy/lib/parts.sh"
@@ -96,6 +101,18 @@ fn failed_tests_are_named_with_their_panics_and_the_command_that_repeats_them() 
     assert!(!end.contains("rust_begin_unwind"), "{end}");
     let log = std::fs::read_to_string(run.path().join(".dev/test.log")).unwrap();
     assert!(log.contains("\n1\n") && log.contains("\n300\n"), "the log has the whole output");
+}
+
+#[test]
+fn failed_proof_is_repeated_with_the_cases_that_it_had() {
+    let run = Run::new(REPORT);
+    let ended = run.with(
+        "all=yes seed=7",
+        r#"tests() { touch "$parts_folder/tests-ran"; return 100; }; run_part tests tests tests"#,
+    );
+    let end = last_lines(&ended);
+    let wanted = "again: TEST_SEED=7 deploy/test --all --part tests 'tests::it billing::charge_is_posted_once'";
+    assert!(end.contains(wanted), "{wanted} is missing in:\n{end}");
 }
 
 #[test]
