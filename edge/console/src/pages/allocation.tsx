@@ -11,7 +11,7 @@ import { Action, RoleNeeded, type ActionSpec } from "../ui/action.tsx";
 import { Card, Facts, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
-import { Copyable, Id, Labels, Plain } from "../ui/text.tsx";
+import { Copyable, DevicePaths, Id, Labels, Plain } from "../ui/text.tsx";
 import { FullTime, When } from "../ui/time.tsx";
 import { GrowingTable, Table } from "../ui/table.tsx";
 import { usePart } from "../ui/use-address.ts";
@@ -34,6 +34,7 @@ export default function AllocationPage() {
             <div>
               <Access of={data} />
               <Gpus of={data} />
+              <FurtherDevices of={data} />
               <History of={data} />
             </div>
             <aside>
@@ -339,6 +340,24 @@ function Gpus({ of: { id, devices, state } }: { of: Allocation }) {
           },
         ]}
       />
+    </Card>
+  );
+}
+
+/** The nodes of `/dev` beside those of its GPUs: which these are is a setting of the machine (decision 0089). */
+function FurtherDevices({ of: { further_devices, state } }: { of: Allocation }) {
+  // Before and after, no program of its user runs on the machine.
+  if (state !== "active") return null;
+  return (
+    <Card title="Further devices">
+      {further_devices.length === 0 ? (
+        <p className="soft">None: its programs open the nodes of its own GPUs, and those that every GPU program needs.</p>
+      ) : (
+        <>
+          <p>Its programs may open these, too. The other tenants of the machine may do the same.</p>
+          <DevicePaths of={further_devices} />
+        </>
+      )}
     </Card>
   );
 }

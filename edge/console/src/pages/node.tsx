@@ -10,7 +10,7 @@ import { GuardedLink } from "../ui/guarded-link.tsx";
 import { Card, Facts, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
-import { Id, Labels, Plain } from "../ui/text.tsx";
+import { DevicePaths, Id, Labels, Plain } from "../ui/text.tsx";
 import { FullTime, When } from "../ui/time.tsx";
 import { GrowingTable, Table } from "../ui/table.tsx";
 import { usePart } from "../ui/use-address.ts";
@@ -208,6 +208,7 @@ function Summary({ of: node }: { of: Node }) {
           node.probe ? ["SSH port", <State key="p" of={node.probe.result} />] : null,
           node.validation ? ["Validation", <State key="v" of={node.validation.passed ? "passed" : "failed"} />] : null,
           node.validation && node.validation.shortfalls.length > 0 ? ["Shortfalls", node.validation.shortfalls.join("; ")] : null,
+          node.inventory ? ["Tenants' devices", <TenantDevices key="d" of={node.inventory.tenant_devices} />] : null,
           ["Onboarding", node.onboarding_mode],
           ["Labels", <Labels key="b" of={node.labels} />],
           ["Registered", <FullTime key="t" at={node.created_at} />],
@@ -217,6 +218,11 @@ function Summary({ of: node }: { of: Node }) {
       />
     </Card>
   );
+}
+
+/** What all tenants of the machine may open beside their own GPUs (decision 0089). */
+function TenantDevices({ of }: { of: readonly string[] }) {
+  return of.length === 0 ? <span className="soft">none beside their GPUs</span> : <DevicePaths of={of} />;
 }
 
 function Holds({ of: { quarantine_holds } }: { of: Node }) {

@@ -1,4 +1,4 @@
-// Texts: those of other people, ids, labels, and texts that are copied as a whole.
+// Texts: those of other people, ids, labels, paths of devices, and texts that are copied as a whole.
 import { useState } from "react";
 import { shortId } from "../format/text.ts";
 
@@ -24,6 +24,19 @@ export function Labels({ of }: { of: Record<string, string> }) {
       {all.map(([key, value]) => (
         <li key={key}>
           <bdi>{value === "" ? key : `${key}=${value}`}</bdi>
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+/** Paths below `/dev`; the service bounds them to 32 of 128 bytes. */
+export function DevicePaths({ of }: { of: readonly string[] }) {
+  return (
+    <ul className="labels" aria-label="Devices">
+      {of.map((path) => (
+        <li key={path}>
+          <code>{path}</code>
         </li>
       ))}
     </ul>
