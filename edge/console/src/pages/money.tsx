@@ -18,6 +18,7 @@ import { Id, Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { GrowingTable, PagedTable } from "../ui/table.tsx";
 import { queryOf, useAddress } from "../ui/use-address.ts";
+import { FirstSteps } from "./first-steps.tsx";
 import { Balance } from "./overview.tsx";
 import { StatementTable } from "./statements.tsx";
 
@@ -36,6 +37,8 @@ export default function MoneyPage() {
       <Head title="Money" age={<Age query={balance} polled />}>
         <TopUp currency={currency} />
       </Head>
+      {/* A payment leads back here. */}
+      <FirstSteps account={balance.data} />
       <Loaded query={balance}>{(account) => <Balance account={account} />}</Loaded>
       {currency && (
         <Suspense fallback={<p className="loading">Loading…</p>}>

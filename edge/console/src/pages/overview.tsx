@@ -1,4 +1,4 @@
-// What a user has: money, and what runs.
+// What a user has: money, and what runs; for a new user, the steps to the first shell.
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import { balanceQuery, rentedQuery } from "../api/queries.ts";
@@ -6,6 +6,7 @@ import type { Schemas } from "../api/client.ts";
 import { money, moneyMicro } from "../format/money.ts";
 import { count } from "../format/text.ts";
 import { useMay, useMe } from "../session/me.ts";
+import { FirstSteps } from "./first-steps.tsx";
 import { AllocationTable } from "./allocation-table.tsx";
 import { Card, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
@@ -27,6 +28,7 @@ export default function OverviewPage() {
           </Link>
         )}
       </Head>
+      <FirstSteps account={balance.data} />
       <Loaded query={balance}>{(account) => <Balance account={account} />}</Loaded>
       <Card title="Allocations" actions={<Link to="/allocations">All allocations</Link>}>
         <Loaded query={rented}>
