@@ -1,4 +1,5 @@
 // One allocation: its state and why, how to reach it, what it uses and costs, and what became of it.
+import { Suspense } from "react";
 import { useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { allocationQuery, newestFirst, usableSshKeysQuery, type Allocation } from "../api/queries.ts";
@@ -9,6 +10,7 @@ import { count, gpuctl, mebibytes, shortId, readable } from "../format/text.ts";
 import { useMay, useMe } from "../session/me.ts";
 import { Action, RoleNeeded, type ActionSpec } from "../ui/action.tsx";
 import { Card, Facts, Head } from "../ui/layout.tsx";
+import { lazyPart } from "../ui/lazy-part.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
 import { Copyable, DevicePaths, Id, Labels, Plain } from "../ui/text.tsx";
@@ -17,7 +19,10 @@ import { GrowingTable, Table } from "../ui/table.tsx";
 import { usePart } from "../ui/use-address.ts";
 import type { Values } from "../ui/use-draft.ts";
 import { forceRelease, retryRelease } from "./allocation-rescue.tsx";
+import { readSamples, type GpuSamples } from "./gpu-samples.ts";
 import { killTerminal, RecordingLink } from "./terminals.tsx";
+
+const GpuUse = lazyPart(() => import("./gpu-use.tsx"), () => <p className="soft">The chart cannot be shown before the page is loaded again.</p>);
 
 export default function AllocationPage() {
   const id = usePart("id");
@@ -299,14 +304,15 @@ function Access({ of: { id, ssh, state } }: { of: Allocation }) {
 }
 
 function Gpus({ of: { id, devices, state } }: { of: Allocation }) {
+  const key = ["telemetry", id];
   const telemetry = useQuery({
-    queryKey: ["telemetry", id],
-    queryFn: () => dataOf(api.GET("/api/v1/allocations/{id}/telemetry", { params: { path: { id } } })),
+    queryKey: key,
+    queryFn: ({ client }) => readSamples(id, client.getQueryData<GpuSamples>(key)),
     enabled: state === "active",
     // Samples, which no event reports.
     refetchInterval: POLL_MS,
   });
-  const gpus = telemetry.data?.gpus;
+  const gpus = telemetry.data?.latest.gpus;
   return (
     <Card title="GPUs" actions={state === "active" && <Age query={telemetry} polled />}>
       <Table
@@ -340,6 +346,11 @@ function Gpus({ of: { id, devices, state } }: { of: Allocation }) {
           },
         ]}
       />
+      {state === "active" && telemetry.data && (
+        <Suspense fallback={null}>
+          <GpuUse samples={telemetry.data.samples} />
+        </Suspense>
+      )}
     </Card>
   );
 }

@@ -1,8 +1,7 @@
 // What was spent on each of the last thirty days, as a chart and as a table, and what will be spent if nothing changes.
-import { useEffect, useMemo, useRef } from "react";
+import { useCallback, useMemo } from "react";
 import { useQuery } from "@tanstack/react-query";
 import uPlot from "uplot";
-import "uplot/dist/uPlot.min.css";
 import { api, dataOf, type Schemas } from "../api/client.ts";
 import { pollMoney } from "../api/queries.ts";
 import { serviceNow } from "../api/service-clock.ts";
@@ -10,6 +9,7 @@ import { minorDigits, money, moneyMicro } from "../format/money.ts";
 import { count } from "../format/text.ts";
 import { Card, Facts } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
+import { Plot, type PlotContent, type PlotLook } from "../ui/plot.tsx";
 import { Table } from "../ui/table.tsx";
 
 const DAYS = 30;
@@ -171,47 +171,28 @@ const shortDay = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "sh
 
 /** The chart is drawn with rounded values; the table has the exact ones. */
 function Chart({ days, currency, perDay }: { days: readonly DaySpent[]; currency: string; perDay: bigint }) {
-  const room = useRef<HTMLDivElement>(null);
-  useEffect(() => {
-    const element = room.current;
-    if (!element) return;
-    const style = getComputedStyle(element);
-    const ink = style.getPropertyValue("--soft");
-    const line = style.getPropertyValue("--accent");
-    const scale = 10 ** (minorDigits(currency) + 6);
-    const axis = { stroke: ink, grid: { stroke: style.getPropertyValue("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
-    const last = days[days.length - 1]?.day ?? 0;
-    const ahead = Array.from({ length: FORECAST_DAYS }, (_, index) => last + (index + 1) * DAY_MS);
-    const bars = uPlot.paths.bars?.({ size: [0.7, 40] }) ?? null;
-    const plot = new uPlot(
-      {
-        width: element.clientWidth,
-        height: 180,
-        legend: { show: false },
-        cursor: { show: false },
-        tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "UTC"),
-        scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1 / 100)] } },
-        axes: [{ ...axis, values: (_, days) => days.map((seconds) => shortDay.format(seconds * 1000)) }, { ...axis, size: 64 }],
-        series: [
-          {},
-          { stroke: line, width: 0, fill: line, paths: bars, points: { show: false } },
-          { stroke: line, width: 1, dash: [3, 3], paths: bars, points: { show: false } },
+  const content = useCallback(
+    ({ accent, axis }: PlotLook): PlotContent => {
+      const scale = 10 ** (minorDigits(currency) + 6);
+      const last = days[days.length - 1]?.day ?? 0;
+      const ahead = Array.from({ length: FORECAST_DAYS }, (_, index) => last + (index + 1) * DAY_MS);
+      const bars = { paths: uPlot.paths.bars?.({ size: [0.7, 40] }) ?? null, points: { show: false } } as uPlot.Series;
+      return {
+        options: {
+          tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "UTC"),
+          scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1 / 100)] } },
+          axes: [{ ...axis, values: (_, days) => days.map((seconds) => shortDay.format(seconds * 1000)) }, { ...axis, size: 64 }],
+          series: [{}, { ...bars, stroke: accent, width: 0, fill: accent }, { ...bars, stroke: accent, width: 1, dash: [3, 3] }],
+        },
+        data: [
+          [...days.map(({ day }) => day), ...ahead].map((day) => day / 1000),
+          [...days.map(({ micro }) => Number(micro) / scale), ...ahead.map(() => null)],
+          [...days.map(() => null), ...ahead.map(() => Number(perDay) / scale)],
         ],
-      } as uPlot.Options,
-      [
-        [...days.map(({ day }) => day), ...ahead].map((day) => day / 1000),
-        [...days.map(({ micro }) => Number(micro) / scale), ...ahead.map(() => null)],
-        [...days.map(() => null), ...ahead.map(() => Number(perDay) / scale)],
-      ],
-      element,
-    );
-    const resized = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 180 }));
-    resized.observe(element);
-    return () => {
-      resized.disconnect();
-      plot.destroy();
-    };
-  }, [days, currency, perDay]);
+      };
+    },
+    [days, currency, perDay],
+  );
   const total = days.reduce((sum, { micro }) => sum + micro, 0n);
-  return <div ref={room} className="chart" role="img" aria-label={`Spent in the last ${days.length} days: ${moneyMicro(total, currency)}; the dashed bars are the forecast`} />;
+  return <Plot content={content} label={`Spent in the last ${days.length} days: ${moneyMicro(total, currency)}; the dashed bars are the forecast`} />;
 }
