@@ -120,6 +120,7 @@ const pages = [
   page("/skus", () => import("./pages/skus.tsx"), "status"),
   page("/policies", () => import("./pages/policies.tsx"), "key", ...SCOPES),
   page("/audit", () => import("./pages/audit.tsx"), "actor", "action", "target_kind", "target_id", "correlation_id", "from", "until"),
+  page("/requests", () => import("./pages/requests.tsx"), "correlation_id"),
   page("/operations", () => import("./pages/operations.tsx"), "sort"),
   page("/tree", () => import("./pages/supervision-tree.tsx"), "kind", "state", "overdue", "parked"),
   page("/alerts", () => import("./pages/alerts.tsx")),

@@ -78,6 +78,7 @@ const EMPTY: Readonly<Record<string, readonly string[]>> = {
   "/roles": ["No platform role is granted. Grant one above."],
   "/keys": ["No replica answers. The page Fleet has those that are known."],
   "/audit": ["Nothing is recorded yet. Each change appears here."],
+  "/requests?correlation_id=0199e3f4-cafe": ["No audited action has this correlation id. A request that was refused, or only read, changes nothing: its log lines say more."],
   "/operations": [
     "No node is registered. Register one on the page Nodes.", "There is no entity. The first one comes with a node or an account.",
     "No account is open. One opens with the first payment of its holder.", "No node reports its load. Each does once its agent has enrolled.",

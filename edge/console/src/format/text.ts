@@ -22,7 +22,7 @@ export function shortId(id: string): string {
 }
 
 /** An argument as a POSIX shell takes it. */
-function quoted(argument: string): string {
+export function shellQuoted(argument: string): string {
   return /^[A-Za-z0-9_@%+=:,./-]+$/.test(argument) ? argument : `'${argument.replaceAll("'", "'\\''")}'`;
 }
 
@@ -36,11 +36,11 @@ export function gpuctl(...parts: (string | Typed | Option)[]): string {
   // What follows `--` is read as no option, whatever it begins with.
   const last: string[] = [];
   for (const part of parts) {
-    if (typeof part === "string") line.push(quoted(part));
-    else if (part.length === 1) (last.length > 0 || part[0].startsWith("-") ? last : line).push(quoted(part[0]));
+    if (typeof part === "string") line.push(shellQuoted(part));
+    else if (part.length === 1) (last.length > 0 || part[0].startsWith("-") ? last : line).push(shellQuoted(part[0]));
     // A value that begins with a dash would be read as an option.
-    else if (part[1]?.startsWith("-")) line.push(`${part[0]}=${quoted(part[1])}`);
-    else if (part[1]) line.push(part[0], quoted(part[1]));
+    else if (part[1]?.startsWith("-")) line.push(`${part[0]}=${shellQuoted(part[1])}`);
+    else if (part[1]) line.push(part[0], shellQuoted(part[1]));
   }
   return [...line, ...(last.length > 0 ? ["--", ...last] : [])].join(" ");
 }

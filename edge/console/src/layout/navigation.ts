@@ -50,6 +50,7 @@ export const NAVIGATION: readonly Group[] = [
       { to: "/roles", title: "Roles", needs: "bind_platform_roles", key: "q" },
       { to: "/keys", title: "Keys", needs: "rotate_keys", key: "y" },
       { to: "/audit", title: "Audit log", needs: "read_audit", key: "l" },
+      { to: "/requests", title: "Requests", needs: "read_audit", key: "3" },
     ],
   },
   {

@@ -1,12 +1,13 @@
 // The palette (Ctrl+K) and the list of shortcuts.
 import { useState } from "react";
 import { DialogFrame } from "../ui/dialog.tsx";
+import type { Search } from "../router.tsx";
 import type { Place } from "./navigation.ts";
 
 interface PaletteProps {
   kind: "palette" | "shortcuts";
   places: readonly Place[];
-  open: (to: string) => void;
+  open: (to: string, search?: Search) => void;
   close: () => void;
 }
 
@@ -24,16 +25,27 @@ export default function Palette({ kind, places, open, close }: PaletteProps) {
   );
 }
 
+/** The page of requests, which not every caller may open. */
+const REQUESTS = "/requests";
 const UUID = /^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$/i;
 
-/** The places whose title contains what was typed, and the allocation of an id. */
-export function found(places: readonly Place[], typed: string): { to: string; title: string }[] {
-  const wanted = typed.trim().toLowerCase();
-  const pages = places.filter(({ title }) => title.toLowerCase().includes(wanted));
-  return UUID.test(wanted) ? [{ to: `/allocations/${wanted}`, title: `Allocation ${wanted}` }] : pages;
+/** A page, or what is at an address of it. */
+interface Match {
+  to: string;
+  title: string;
+  search?: Search;
 }
 
-function Search({ places, open }: { places: readonly Place[]; open: (to: string) => void }) {
+/** The places whose title contains what was typed; what has an id: an allocation, or the request of a correlation id. */
+export function found(places: readonly Place[], typed: string): Match[] {
+  const wanted = typed.trim().toLowerCase();
+  const pages = places.filter(({ title }) => title.toLowerCase().includes(wanted));
+  if (!UUID.test(wanted)) return pages;
+  const traces = places.some(({ to }) => to === REQUESTS);
+  return [{ to: `/allocations/${wanted}`, title: `Allocation ${wanted}` }, ...(traces ? [{ to: REQUESTS, title: `Request ${wanted}`, search: { correlation_id: wanted } }] : [])];
+}
+
+function Search({ places, open }: { places: readonly Place[]; open: PaletteProps["open"] }) {
   const [typed, setTyped] = useState("");
   const [at, setAt] = useState(0);
   const matches = found(places, typed);
@@ -45,7 +57,7 @@ function Search({ places, open }: { places: readonly Place[]; open: (to: string)
       setAt((chosen + step + matches.length) % Math.max(matches.length, 1));
     }
     const match = matches[chosen];
-    if (event.key === "Enter" && match) open(match.to);
+    if (event.key === "Enter" && match) open(match.to, match.search);
   };
   return (
     <>
@@ -68,7 +80,7 @@ function Search({ places, open }: { places: readonly Place[]; open: (to: string)
       />
       <ul id="palette-list" role="listbox" aria-label="Pages" className="palette">
         {matches.map((match, index) => (
-          <li key={match.to} id={`palette-${index}`} role="option" aria-selected={index === chosen} onClick={() => open(match.to)}>
+          <li key={match.to} id={`palette-${index}`} role="option" aria-selected={index === chosen} onClick={() => open(match.to, match.search)}>
             {match.title}
           </li>
         ))}

@@ -6,6 +6,7 @@ import { useLogOut } from "../session/use-log-out.ts";
 import { ClosedDialog, lazyPart } from "../ui/lazy-part.tsx";
 import { Problem } from "../ui/problem.tsx";
 import { Banners } from "./banners.tsx";
+import type { Search } from "../router.tsx";
 import { placesFor } from "./navigation.ts";
 import { useShortcuts } from "./shortcuts.ts";
 import { useTheme } from "./theme.ts";
@@ -18,9 +19,9 @@ export function Shell() {
   const [dialog, setDialog] = useState<"palette" | "shortcuts" | null>(null);
   const [menuOpen, setMenuOpen] = useState(false);
   const navigate = useNavigate();
-  const open = (to: string) => {
+  const open = (to: string, search: Search = {}) => {
     setDialog(null);
-    void navigate({ to });
+    void navigate({ to, search: search as never });
   };
   useShortcuts({ places, open, openList: () => setDialog("shortcuts"), openPalette: () => setDialog("palette") });
   const main = useFocusOnNavigation(() => setMenuOpen(false));

@@ -67,7 +67,14 @@ export default function AuditPage() {
               ),
           },
           { title: "Reason", cell: (entry) => <Plain>{reasonOf(entry.metadata)}</Plain> },
-          { title: "Request", cell: (entry) => <code title={entry.correlation_id}>{shortId(entry.correlation_id)}</code> },
+          {
+            title: "Request",
+            cell: ({ correlation_id }) => (
+              <Link to="/requests" search={{ correlation_id } as never}>
+                <code title={correlation_id}>{shortId(correlation_id)}</code>
+              </Link>
+            ),
+          },
         ]}
       />
       <CommandLine

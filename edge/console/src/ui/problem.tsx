@@ -1,5 +1,8 @@
 // What went wrong.
+import { useQueryClient } from "@tanstack/react-query";
+import { Link } from "@tanstack/react-router";
 import { ApiFailure } from "../api/failure.ts";
+import { may, meQuery } from "../session/me.ts";
 import type { FieldSpec } from "./action.tsx";
 import { refusalText } from "./refusal.ts";
 import { Copyable, Plain } from "./text.tsx";
@@ -23,7 +26,7 @@ export function Problem({ error, again, fields = [] }: ProblemProps) {
       {failure?.retryAfter ? <p className="soft">The service asks to wait {failure.retryAfter} s.</p> : null}
       {failure?.correlationId && (
         <p className="soft">
-          Code <code>{failure.code}</code> · correlation id <Copyable text={failure.correlationId} label="correlation id" />
+          Code <code>{failure.code}</code> · correlation id <Copyable text={failure.correlationId} label="correlation id" /> <TraceLink of={failure.correlationId} />
         </p>
       )}
       {again && (
@@ -32,5 +35,16 @@ export function Problem({ error, again, fields = [] }: ProblemProps) {
         </button>
       )}
     </div>
+  );
+}
+
+/** The page of the request, for those who may see it. Where it is unknown who the caller is, there is none. */
+function TraceLink({ of: correlation_id }: { of: string }) {
+  const me = useQueryClient().getQueryData(meQuery.queryKey);
+  if (!me || !may(me, "read_audit")) return null;
+  return (
+    <Link to="/requests" search={{ correlation_id } as never}>
+      What the request did
+    </Link>
   );
 }

@@ -37,6 +37,7 @@ export const ADMIN_PAGES: Record<string, string> = {
   skus: "/skus",
   policies: "/policies?key=allocation.max_concurrent_per_user",
   audit: "/audit",
+  requests: "/requests?correlation_id=b",
   operations: "/operations",
   tree: "/tree",
   stuck: "/stuck",
