@@ -1,23 +1,26 @@
 // One node: its state and why, its findings, its tasks, and what an administrator does with it.
-import { keepPreviousData, useQuery } from "@tanstack/react-query";
-import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { useQuery } from "@tanstack/react-query";
+import { api, dataOf, type Schemas } from "../api/client.ts";
 import { POLL_MS, POLL_SOON_MS, pollEvery } from "../api/query-client.ts";
 import { everyPage } from "../api/queries.ts";
-import { count, gpuctl, readable } from "../format/text.ts";
+import { count, readable } from "../format/text.ts";
 import { useMay } from "../session/me.ts";
-import { Action, Guard, REASON } from "../ui/action.tsx";
+import { Action, Guard } from "../ui/action.tsx";
 import { GuardedLink } from "../ui/guarded-link.tsx";
 import { Card, Facts, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
 import { DevicePaths, Id, Labels, Plain } from "../ui/text.tsx";
 import { FullTime, When } from "../ui/time.tsx";
-import { GrowingTable, Table } from "../ui/table.tsx";
+import { GrowingTable } from "../ui/table.tsx";
 import { usePart } from "../ui/use-address.ts";
 import { actionsOf, isGone, isToEnroll, isToReissue, reviseNode } from "./node-actions.ts";
 import { NodeFindings } from "./node-findings.tsx";
 import { Machine } from "./node-machine.tsx";
 import { Onboarding, Reissue, SetUp } from "./node-onboarding.tsx";
+import { NodeTasks } from "./node-tasks.tsx";
+import { NodeTimeline } from "./node-timeline.tsx";
+import { NodeValidations } from "./node-validations.tsx";
 import { terminalColumns } from "./terminals.tsx";
 
 type Node = Schemas["Node"];
@@ -61,7 +64,14 @@ export default function NodePage() {
                 {isToEnroll(data) && <Onboarding of={data} />}
                 <Machine of={data} />
                 <NodeFindings of={data} />
-                <Tasks id={data.id} />
+                <NodeTasks id={data.id}>
+                  {(ended) => (
+                    <>
+                      <NodeValidations of={data} ended={ended} />
+                      <NodeTimeline of={data} ended={ended} />
+                    </>
+                  )}
+                </NodeTasks>
                 <Terminals id={data.id} />
               </div>
               <aside>
@@ -73,52 +83,6 @@ export default function NodePage() {
         )}
       </Loaded>
     </Guard>
-  );
-}
-
-function Tasks({ id }: { id: string }) {
-  const tasks = useQuery({
-    queryKey: ["tasks", id],
-    queryFn: () => dataOf(api.GET("/api/v1/admin/nodes/{id}/tasks", { params: { path: { id } } })),
-    placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(POLL_MS),
-  });
-  return (
-    <Card title="Tasks" actions={<Age query={tasks} />}>
-      <Loaded query={tasks}>
-        {({ open, ended, next_page }) => (
-          <>
-            <Table
-              label="Open tasks"
-              rows={open}
-              keyOf={(task) => task.task_id}
-              none={<p>No task is open.</p>}
-              columns={[
-                { title: "Task", cell: (task) => task.type },
-                { title: "State", cell: (task) => <State of={task.state} overdue={task.overdue} /> },
-                { title: "Withheld", cell: (task) => <Plain>{task.withheld_because}</Plain> },
-                { title: "Attempt", number: true, cell: (task) => task.attempt },
-                { title: "Deadline", cell: (task) => <When at={task.deadline_at} /> },
-                { title: "Actions", cell: (task) => <Resume node={id} of={task} /> },
-              ]}
-            />
-            <Table
-              label="Ended tasks"
-              rows={ended}
-              keyOf={(task) => `${task.task_id}:${task.attempt}`}
-              none={null}
-              columns={[
-                { title: "Task", cell: (task) => task.type },
-                { title: "Result", cell: (task) => <State of={task.succeeded ? "succeeded" : "failed"} /> },
-                { title: "Error", cell: (task) => <Plain>{task.error?.message}</Plain> },
-                { title: "Ended", cell: (task) => <When at={task.ended_at} /> },
-              ]}
-            />
-            {next_page && <p className="soft">Older tasks: {gpuctl("nodes", "tasks", id)}</p>}
-          </>
-        )}
-      </Loaded>
-    </Card>
   );
 }
 
@@ -162,31 +126,6 @@ function Terminals({ id }: { id: string }) {
         )}
       </Loaded>
     </Card>
-  );
-}
-
-function Resume({ node, of: task }: { node: string; of: Schemas["NodeTask"] }) {
-  if (task.state !== "awaits_operator") return null;
-  return (
-    <Action
-      quiet
-      spec={{
-        id: `resume:${task.task_id}`,
-        label: "Resume…",
-        title: "Order the task again",
-        consequences: <p>The task is dispatched to the agent again, with as many attempts as a new one.</p>,
-        fields: [REASON],
-        command: (values) => gpuctl("nodes", "resume", node, task.task_id, ["--reason", values["reason"]]),
-        send: (values, key) =>
-          dataOf(
-            api.POST("/api/v1/admin/nodes/{id}/tasks/{task_id}/resume", {
-              params: { path: { id: node, task_id: task.task_id }, ...keyed(key) },
-              body: { reason: values["reason"] ?? "" },
-            }),
-          ),
-        refreshes: ["tasks", "node"],
-      }}
-    />
   );
 }
 
