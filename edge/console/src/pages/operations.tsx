@@ -1,7 +1,7 @@
 // The fleet at a glance: GPUs, money, members, and what needs attention.
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
-import { api, dataOf } from "../api/client.ts";
+import { api, dataOf, type Schemas } from "../api/client.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { money } from "../format/money.ts";
 import { count, readable } from "../format/text.ts";
@@ -65,8 +65,10 @@ export default function OperationsPage() {
                   { title: "SKU", cell: (row) => <Plain>{row.sku}</Plain> },
                   { title: "Region", cell: (row) => <Plain>{row.region_code}</Plain> },
                   { title: "Nodes", number: true, cell: (row) => count(row.nodes) },
+                  { title: "In use", number: true, cell: (row) => <InUse of={row} /> },
                   { title: "Held", number: true, cell: (row) => count(row.gpus_held) },
                   { title: "Free", number: true, cell: (row) => count(row.gpus_free) },
+                  { title: "Withheld", number: true, cell: (row) => count(withheldOf(row)) },
                   { title: "Total", number: true, cell: (row) => count(row.gpus_total) },
                 ]}
               />
@@ -113,6 +115,22 @@ export default function OperationsPage() {
       <Load />
       <Members />
     </Guard>
+  );
+}
+
+type Gpus = Schemas["GpuOverview"];
+
+/** Neither held nor offered: their node is drained, held in quarantine or out of contact, or they have a finding. */
+export function withheldOf({ gpus_total, gpus_held, gpus_free }: Pick<Gpus, "gpus_total" | "gpus_held" | "gpus_free">): number {
+  return Math.max(0, gpus_total - gpus_held - gpus_free);
+}
+
+function InUse({ of: { gpus_held, gpus_total, sku, region_code } }: { of: Gpus }) {
+  if (gpus_total === 0) return <>–</>;
+  return (
+    <span className="use">
+      <meter min={0} max={gpus_total} value={gpus_held} aria-label={`GPUs of ${sku} in use in ${region_code}`} /> {percent((gpus_held / gpus_total) * 100)}
+    </span>
   );
 }
 

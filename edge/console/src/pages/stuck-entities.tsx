@@ -15,7 +15,7 @@ import { Table } from "../ui/table.tsx";
 import { useAddress, type Address } from "../ui/use-address.ts";
 import { pageOf, remediesOf } from "./remedies.ts";
 import { RestartEntity } from "./restart-entity.tsx";
-import { treeQuery } from "./supervision-tree.tsx";
+import { silentMembers, treeQuery } from "./supervision-tree.tsx";
 
 type Entity = Schemas["EntityNode"];
 
@@ -72,7 +72,7 @@ export default function StuckPage() {
                 <>
                   {silent > 0 && (
                     <p className="banner" data-tone="bad">
-                      <span>{count(silent)} members did not answer: what they own is not shown.</span>
+                      <span>{silentMembers(silent)}</span>
                     </p>
                   )}
                   {late.truncated && <More text="More are overdue than are shown here" filter={{ overdue: "true" }} />}

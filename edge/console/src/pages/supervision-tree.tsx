@@ -71,7 +71,7 @@ export default function TreePage() {
           <>
             {data.silent.length > 0 && (
               <p className="banner" data-tone="bad">
-                <span>{count(data.silent.length)} members did not answer: what they own is not shown.</span>
+                <span>{silentMembers(data.silent.length)}</span>
               </p>
             )}
             {data.members.map((member) => (
@@ -86,6 +86,11 @@ export default function TreePage() {
       </Loaded>
     </Guard>
   );
+}
+
+/** What is missing from an answer of the tree. */
+export function silentMembers(many: number): string {
+  return many === 1 ? "1 member did not answer: what it owns is not shown." : `${count(many)} members did not answer: what they own is not shown.`;
 }
 
 function Member({ of: member }: { of: Schemas["MemberNode"] }) {
