@@ -24,7 +24,7 @@ export function timelineOf(node: Remembered, ended: readonly Outcome[]): Timelin
   const gpu = (uuid: string | null | undefined) => (uuid ? ` of GPU ${shortId(uuid)}` : "");
   const entries: TimelineEntry[] = [
     { at: node.created_at, what: "Registered", state: "registered", note: "" },
-    { at: node.state_entered_at, what: "State of the node", state: node.state, note: node.state_reason.message },
+    ...(node.state === "registered" ? [] : [{ at: node.state_entered_at, what: "State of the node", state: node.state, note: node.state_reason.message }]),
     ...node.health.findings.flatMap(({ opened_at, cleared_at, probe, code, gpu_uuid, meaning, cleared_reason }): TimelineEntry[] => {
       const what = `Finding ${probe} ${code}${gpu(gpu_uuid)}`;
       return [{ at: opened_at, what, state: "found", note: meaning }, ...(cleared_at ? [{ at: cleared_at, what, state: "cleared", note: cleared_reason ?? "" }] : [])];
