@@ -4,6 +4,8 @@ use crate::browser::Browser;
 use serde_json::json;
 use tests::cluster::TestCluster;
 
+/// The next of the first steps of a new user.
+const NEXT_STEP: &str = "main [aria-label='First steps'] [aria-current=step]";
 const TERMINAL_LINK: &str = "main a[href^='/terminal/']";
 
 #[tokio::test(flavor = "multi_thread")]
@@ -19,12 +21,18 @@ async fn user_logs_in_rents_works_in_a_terminal_and_logs_out() {
     browser.log_in_to_console(&cluster, "user").await;
     assert!(browser.url().await.starts_with(&format!("{base}/console/")), "{}", browser.url().await);
 
+    // A new user is led from an empty balance to a shell. The test cluster has credited the account.
+    browser.expect_text(NEXT_STEP, "Choose GPUs and rent them").await;
+
     browser.open(&format!("{base}/console/rent?sku=h100")).await;
     browser.expect_text("main", "gpuctl allocations create --sku h100 --gpus 1").await;
     browser.click("main button.primary").await;
     browser.expect_text(TERMINAL_LINK, "Open a terminal").await;
     let rented = cluster.user.get("/api/v1/allocations?state=active").await.ok();
     assert_eq!(rented["items"].as_array().map(Vec::len), Some(1), "{rented}");
+
+    browser.open(&format!("{base}/console/")).await;
+    browser.expect_text(NEXT_STEP, "Open a terminal").await;
 
     // The terminal is a page of its own, and takes the same login.
     let link = browser.run("at => document.querySelector(at).href", json!(TERMINAL_LINK)).await;

@@ -28,7 +28,7 @@ export default function RequestsPage() {
   return (
     <Guard needs="read_audit">
       <Head title="Requests" />
-      <Filters of={[{ name: "correlation_id", label: "Correlation id", hint: "of an answer, or a log line" }]} address={address} set={set} />
+      <Filters of={[{ name: "correlation_id", label: "Correlation id", hint: "of an answer, or a log line", wide: true }]} address={address} set={set} />
       {id ? (
         <OneRequest key={id} id={id} page={address["page"]} open={(page) => set({ page })} />
       ) : (

@@ -7,6 +7,8 @@ export interface Filter {
   label: string;
   options?: readonly string[];
   hint?: string;
+  /** As wide as an id that is shown in full. */
+  wide?: boolean;
 }
 
 export function Filters({ of, address, set }: { of: readonly Filter[]; address: Address; set: (change: Address) => void }) {
@@ -23,7 +25,7 @@ export function Filters({ of, address, set }: { of: readonly Filter[]; address: 
       }}
     >
       {of.map((filter) => (
-        <label key={filter.name}>
+        <label key={filter.name} data-wide={filter.wide || undefined}>
           <span>{filter.label}</span>
           {filter.options ? (
             <select value={address[filter.name] ?? ""} onChange={(event) => set({ [filter.name]: event.target.value })}>
