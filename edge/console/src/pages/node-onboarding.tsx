@@ -23,15 +23,21 @@ export function onboardingSteps(node: Node): OnboardingStep[] {
   const short = hardware.filter(({ is_enough }) => is_enough === false);
   return [
     { title: "Registered", isDone: true, note: <When at={node.created_at} /> },
-    {
-      title: node.onboarding_mode === "maas" ? "MAAS installs the machine" : "The set-up command is made",
-      isDone: isIssued,
-      note: isIssued ? "It is shown once. Make a new one where it is lost." : "Press “Set-up command…”. It gives a script, and the command that runs it on the machine.",
-    },
+    isByMaas(node)
+      ? { title: "MAAS installs the machine", isDone: agent != null || node.machine?.step === "deployed", note: <Installation of={node} /> }
+      : {
+          title: "The set-up command is made",
+          isDone: isIssued,
+          note: isIssued ? "It is shown once. Make a new one where it is lost." : "Press “Set-up command…”. It gives a script, and the command that runs it on the machine.",
+        },
     {
       title: "The agent has enrolled",
       isDone: agent != null,
-      note: agent ? `Version ${agent.version}.` : "The machine connects by itself once the command has run. If it does not: the log of gpuaas-agent says why.",
+      note: agent
+        ? `Version ${agent.version}.`
+        : isByMaas(node)
+          ? "cloud-init installs it at the first boot. If it does not come: cloud-init status --wait on the machine says why."
+          : "The machine connects by itself once the command has run. If it does not: the log of gpuaas-agent says why.",
     },
     {
       title: "The machine is as its SKU promises",
@@ -40,6 +46,38 @@ export function onboardingSteps(node: Node): OnboardingStep[] {
     },
     { title: "It takes allocations", isDone: state === "active", note: state === "active" ? "" : <Plain>{node.unschedulable_reason ?? node.state_reason.message}</Plain> },
   ];
+}
+
+/** Whether a command is to be run on the machine. A token that is made while MAAS deploys it would void the one that MAAS hands to it. */
+export function isSetUpByHand(node: Pick<Node, "onboarding_mode" | "machine">): boolean {
+  return !isByMaas(node) || node.machine?.step === "deployed";
+}
+
+function isByMaas({ onboarding_mode }: Pick<Node, "onboarding_mode">): boolean {
+  return onboarding_mode === "maas";
+}
+
+/** How far the bare-metal provider is, and what to do where it has failed. */
+function Installation({ of: { machine, state_reason } }: { of: Node }) {
+  if (!machine) return <>The service allocates the machine and has it deployed. Nothing is to be run on it.</>;
+  const { step, status, step_entered_at } = machine;
+  if (step === "failing" || step === "failed") {
+    return (
+      <>
+        The deployment has failed: <Plain>{state_reason.message}</Plain> Repair the machine at MAAS and mark it as fixed. Then press “Reimage…”, or retire and remove the node.
+      </>
+    );
+  }
+  return (
+    <>
+      {step === "deployed" ? "Deployed" : "In progress"} since <When at={step_entered_at} />
+      {status && (
+        <>
+          ; MAAS says: <Plain>{status}</Plain>
+        </>
+      )}
+    </>
+  );
 }
 
 export function Onboarding({ of: node }: { of: Node }) {

@@ -17,7 +17,7 @@ import { usePart } from "../ui/use-address.ts";
 import { actionsOf, isGone, isToEnroll, isToReissue, reviseNode } from "./node-actions.ts";
 import { NodeFindings } from "./node-findings.tsx";
 import { Machine } from "./node-machine.tsx";
-import { Onboarding, Reissue, SetUp } from "./node-onboarding.tsx";
+import { isSetUpByHand, Onboarding, Reissue, SetUp } from "./node-onboarding.tsx";
 import { NodeTasks } from "./node-tasks.tsx";
 import { NodeTimeline } from "./node-timeline.tsx";
 import { NodeValidations } from "./node-validations.tsx";
@@ -38,7 +38,7 @@ export default function NodePage() {
         {(data) => (
           <>
             <Head title={data.name ?? data.host} age={<Age query={node} />}>
-              {isToEnroll(data) && <SetUp of={data} />}
+              {isToEnroll(data) && isSetUpByHand(data) && <SetUp of={data} />}
               {!isGone(data) && <Action spec={reviseNode(data)} />}
               {isToReissue(data) && <Reissue of={data} />}
               {actionsOf(data).map((spec) => (
