@@ -18,6 +18,7 @@ import { FullTime, When } from "../ui/time.tsx";
 import { GrowingTable, Table } from "../ui/table.tsx";
 import { usePart } from "../ui/use-address.ts";
 import type { Values } from "../ui/use-draft.ts";
+import { CleanUpProof } from "./allocation-clean-up.tsx";
 import { forceRelease, retryRelease } from "./allocation-rescue.tsx";
 import { readSamples, type GpuSamples } from "./gpu-samples.ts";
 import { killTerminal, RecordingLink } from "./terminals.tsx";
@@ -38,6 +39,7 @@ export default function AllocationPage() {
           <div className="columns">
             <div>
               <Access of={data} />
+              <CleanUpProof of={data} />
               <Gpus of={data} />
               <FurtherDevices of={data} />
               <History of={data} />
