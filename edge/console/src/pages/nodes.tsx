@@ -1,10 +1,12 @@
 // The fleet's nodes, for administrators.
-import { keepPreviousData, useQuery } from "@tanstack/react-query";
+import { keepPreviousData, queryOptions, useQuery } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { everyPage } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { gpuctl, shortId } from "../format/text.ts";
-import { Action, Guard } from "../ui/action.tsx";
+import { useMay } from "../session/me.ts";
+import { Action, Guard, type FieldSpec } from "../ui/action.tsx";
 import { Filters } from "../ui/filters.tsx";
 import { Head } from "../ui/layout.tsx";
 import { Age } from "../ui/loaded.tsx";
@@ -76,8 +78,30 @@ export default function NodesPage() {
   );
 }
 
+/** As many SKUs are offered in the form. */
+const MOST_SKUS = 1000;
+
+/** The SKUs that a node can be of, for those who may see them. */
+const skusOfNodesQuery = queryOptions({
+  queryKey: ["skus", "of-nodes"],
+  queryFn: async () => {
+    const { items, isPartial } = await everyPage(MOST_SKUS, (page_token) => dataOf(api.GET("/api/v1/admin/skus", { params: { query: { limit: 200, ...(page_token ? { page_token } : {}) } } })));
+    return { skus: items.filter(({ status }) => status !== "inactive"), isPartial };
+  },
+  refetchInterval: pollEvery(60_000),
+});
+
+/** A choice of the SKUs; a text where they are not known, or are too many. */
+export function skuField(known: { skus: readonly Pick<Schemas["Sku"], "name" | "gpu" | "allowed_regions">[]; isPartial: boolean } | undefined): FieldSpec {
+  const field = { name: "sku", label: "SKU", required: true, maxLength: 64 };
+  if (!known || known.isPartial || known.skus.length === 0) return field;
+  const label = ({ name, gpu, allowed_regions }: (typeof known.skus)[number]) => `${name} · ${gpu.count} × ${gpu.model} · ${allowed_regions.join(", ")}`;
+  return { ...field, kind: "select", options: known.skus.map((sku) => ({ value: sku.name, label: label(sku) })) };
+}
+
 function Register() {
   const navigate = useNavigate();
+  const skus = useQuery({ ...skusOfNodesQuery, enabled: useMay()("see_skus") });
   return (
     <Action
       spec={{
@@ -89,7 +113,7 @@ function Register() {
         fields: [
           { name: "host", label: "Host", required: true, maxLength: 253, help: "Its name or address, as tenants reach it by SSH." },
           { name: "port", label: "SSH port", kind: "number", required: true, initial: "22", min: 1, max: 65_535 },
-          { name: "sku", label: "SKU", required: true, maxLength: 64 },
+          skuField(skus.data),
           { name: "region_code", label: "Region", required: true, maxLength: 64, pattern: "[A-Za-z0-9][A-Za-z0-9._\\-]*" },
           { name: "gpus_total", label: "GPUs", kind: "number", required: true, min: 1, max: 64 },
           { name: "ssh_username", label: "SSH user of the operators", required: true, maxLength: 32 },
