@@ -53,6 +53,18 @@ describe("the page of a request", () => {
     expect(asked.filter(({ pathname }) => pathname.includes("/entities/"))).toHaveLength(2);
   });
 
+  it("is searched once, and again where that is asked for: the log has no index by this id", async () => {
+    mock.role = "admin";
+    const { asked } = answers([], {});
+    openConsole(`/requests?correlation_id=${ID}`);
+    await screen.findByText(/No audited action has this correlation id/);
+    const card = within(screen.getByRole("region", { name: "Audit log" }));
+    fireEvent.focus(window);
+    expect(asked).toHaveLength(1);
+    await userEvent.click(card.getByRole("button", { name: "Read again" }));
+    await waitFor(() => expect(asked).toHaveLength(2));
+  });
+
   it("has the lines that find its log lines, with an id quoted as its reader takes it", async () => {
     mock.role = "admin";
     answers([], {});
