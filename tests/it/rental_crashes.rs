@@ -1,7 +1,9 @@
 //! SIGKILL of the owner between every two commits of a rental, those of the billing account among them: nothing is lost, no GPU is held
-//! twice, the hold is returned, and the ledger is exact. `crashes_and_outages` kills one of two replicas at the same steps, at any moment.
+//! twice, the hold is returned, and the ledger is exact. [`COMMITS`] has the commits in their order. `crashes_and_outages` kills one of two
+//! replicas at the same steps, at any moment.
 
 use crate::billing::{BALANCE, cost, expect_exact, expected_cost};
+use domain::choreography::rental::{COMMITS, RentalCommit, RentalHalf};
 use reqwest::Method;
 use serde_json::{Value, json};
 use sqlx::Row as _;
@@ -10,39 +12,13 @@ use tests::cluster::db_lock::{DbLock, StatementFate, WRITES};
 use tests::cluster::{AllocationHandle, NodeHandle, REGION, TestCluster, WAIT_TIMEOUT, client::Client, id_of};
 use uuid::Uuid;
 
-/// A half of a rental, which begins with a request of its user.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Half {
-    Rent,
-    Release,
-}
-
 /// A commit of a rental: the kind of its entity, and its command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Step {
-    half: Half,
+    half: RentalHalf,
     kind: String,
     command: String,
 }
-
-/// Commits that a rental has at least. The sweep kills at every one that the first rental shows.
-const EXPECTED: [(Half, &str, &str); 15] = [
-    (Half::Rent, "allocation", "request"),
-    (Half::Rent, "billing_account", "hold"),
-    (Half::Rent, "tenant", "admit"),
-    (Half::Rent, "node", "reserve"),
-    (Half::Rent, "allocation", "reserved"),
-    (Half::Rent, "node", "provision"),
-    (Half::Rent, "node", "report"),
-    (Half::Rent, "allocation", "provisioned"),
-    (Half::Rent, "billing_account", "usage"),
-    (Half::Release, "allocation", "release"),
-    (Half::Release, "billing_account", "usage"),
-    (Half::Release, "node", "clean"),
-    (Half::Release, "node", "report"),
-    (Half::Release, "allocation", "cleaned"),
-    (Half::Release, "tenant", "forget"),
-];
 
 const GPUS: u32 = 4;
 /// The price of the test SKU in minor units per GPU and hour.
@@ -54,8 +30,9 @@ async fn kill_of_the_owner_between_any_two_commits_of_a_rental_loses_nothing() {
     let node = cluster.node("h100").await;
     let undisturbed = rent_with_kills(&mut cluster, &node, &[], StatementFate::RolledBack).await;
     let steps = undisturbed.2.clone();
-    for (half, kind, command) in EXPECTED {
-        let step = Step { half, kind: kind.to_owned(), command: command.to_owned() };
+    // The rental has the commits of the table at least. The sweep kills at every one that this rental shows.
+    for RentalCommit { half, entity, command, .. } in COMMITS {
+        let step = Step { half, kind: entity.to_string(), command: command.to_owned() };
         assert!(steps.contains(&step), "{step:?} is no commit of a rental: {steps:#?}");
     }
     let mut rented = vec![undisturbed];
@@ -94,14 +71,14 @@ async fn rent_with_kills(
     let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": GPUS });
     let before = commits(cluster).await.len();
     let request = post(user.clone(), "/api/v1/allocations".to_owned(), wanted);
-    let created = with_kills(cluster, request, Half::Rent, kills, fate).await;
+    let created = with_kills(cluster, request, RentalHalf::Rent, kills, fate).await;
     let allocation = AllocationHandle::new(id_of(&created), user.clone());
     allocation.expect_state("active").await;
     user.wait_until(BALANCE, "its meter runs", |it| it["running"] == 1 && it["held_minor"] == 0).await;
     cluster.expect_settled().await;
 
     let request = post(user.clone(), format!("{}/release", allocation.path()), json!({}));
-    with_kills(cluster, request, Half::Release, kills, fate).await;
+    with_kills(cluster, request, RentalHalf::Release, kills, fate).await;
     let released = allocation.expect_state("released").await;
     user.wait_until(BALANCE, "its meter has ended", |it| it["running"] == 0 && it["held_minor"] == 0).await;
     cluster.expect_settled().await;
@@ -112,7 +89,7 @@ async fn rent_with_kills(
     let own = commits(cluster).await.split_off(before);
     let released_at =
         own.iter().position(|(kind, command)| (kind.as_str(), command.as_str()) == ("allocation", "release"));
-    let half = |at: usize| if Some(at) < released_at { Half::Rent } else { Half::Release };
+    let half = |at: usize| if Some(at) < released_at { RentalHalf::Rent } else { RentalHalf::Release };
     let steps = own.into_iter().enumerate().map(|(at, (kind, command))| Step { half: half(at), kind, command });
     (allocation, released, steps.collect())
 }
@@ -121,7 +98,7 @@ async fn rent_with_kills(
 async fn with_kills(
     cluster: &mut TestCluster,
     request: impl Future<Output = Value> + Send + 'static,
-    half: Half,
+    half: RentalHalf,
     kills: &[Step],
     fate: StatementFate,
 ) -> Value {

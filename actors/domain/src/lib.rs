@@ -36,7 +36,7 @@ mod entities {
     pub mod terminal_session;
 }
 
-pub use cross_entity::{invariants, notification, placement, reactions};
+pub use cross_entity::{choreography, invariants, notification, placement};
 pub use entities::{
     allocation, announcement, billing_account, browser_session, health_rules, key_set, node, notification_endpoint,
     payment, policy_values, processor_event, restart_record, role_bindings, rollout, service_account, sku, tenant,

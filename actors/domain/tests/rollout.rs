@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use domain::authz::Principal;
+use domain::choreography::Reaction;
 use domain::event::Event;
 use domain::hardware::PromisedHardware;
 use domain::node::{
@@ -10,7 +11,6 @@ use domain::node::{
     Registration, ReportedFinding, ReportedInventory, TaskOutcome,
 };
 use domain::policy::PolicyBook;
-use domain::reactions::Reaction;
 use domain::rollout::{
     Fact, FeedPosition, NodeSelector, NodesPage, Phase, Request, Rollout, RolloutCandidate, RolloutOrder,
 };

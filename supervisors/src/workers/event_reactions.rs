@@ -20,10 +20,10 @@ use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pu
 use async_nats::jetstream::{self, AckKind, Message};
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
+use domain::choreography::Reaction;
 use domain::event::Stream;
 use domain::node::Node;
 use domain::payment::Payment;
-use domain::reactions::Reaction;
 use domain::rollout::Rollout;
 use domain::state_machine::RequestOrigin;
 use domain::tenant::Tenant;

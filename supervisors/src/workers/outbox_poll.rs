@@ -7,7 +7,7 @@ use crate::process_roles::ProcessRole;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use domain::Shard;
-use domain::reactions::Reaction;
+use domain::choreography::Reaction;
 use persistence::queries::OutboxCursor;
 use persistence::{OutboxRow, Reads};
 use std::collections::BTreeMap;

@@ -1,106 +1,16 @@
-//! What follows from each event, on one page: the command of the choreography between the state machines, and the notifications.
+//! What follows from each event: the command of the choreography between the state machines, and the notifications. Those of the rental are
+//! on its own page, in the order of its commits.
 
-use crate::account_holder::Holder;
+use super::choreography::{Consequences, Reaction, rental};
 use crate::allocation;
 use crate::billing_account;
 use crate::event::Event;
-use crate::id::{
-    AllocationId, BrowserSessionId, NodeId, PaymentId, ProcessorEventId, RolloutId, TerminalSessionId, UserId,
-};
 use crate::node;
 use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
 use crate::rollout;
 use crate::rollout_outcome::RolloutOutcome;
-use crate::tenant;
 use crate::terminal_session;
-
-/// The command that follows from an event: a fact for another entity, or the call that finds it out.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Reaction {
-    /// No command follows: the event is for observers.
-    Nothing,
-    /// The provisioning worker counts the allocation against its tenant's quota and finds a node that reserves the devices.
-    Place(AllocationId),
-    Node(NodeId, node::Fact),
-    Allocation(AllocationId, allocation::Fact),
-    Terminal(TerminalSessionId, terminal_session::Fact),
-    Billing {
-        holder: Holder,
-        fact: billing_account::Fact,
-    },
-    Payment(PaymentId, payment::Fact),
-    /// The payments worker calls the payment processor, and sends the result to the payment.
-    CallProcessor(ProcessorCall),
-    /// The payments worker reads the payment processor's event, and sends it to the payment that it is about.
-    ApplyProcessorEvent(ProcessorEventId),
-    /// The provisioning worker reads the user's keys and resolves which of them open the allocation.
-    ResolveSshKeys {
-        allocation_id: AllocationId,
-        user_id: UserId,
-    },
-    /// The provisioning worker reads which keys open the allocation and sends them to its node.
-    SendSshKeys {
-        allocation_id: AllocationId,
-        node_id: NodeId,
-    },
-    /// The provisioning worker reads the state of the node's machine at the bare-metal provider, and has it do what is next.
-    DriveMachine(NodeId),
-    /// The provisioning worker closes the terminal sessions of the user's allocation.
-    CloseTerminals {
-        allocation_id: AllocationId,
-        user_id: UserId,
-    },
-    /// The provisioning worker closes the terminal sessions that were opened by the user's browser session.
-    CloseBrowserTerminals {
-        browser_session_id: BrowserSessionId,
-        user_id: UserId,
-    },
-    /// The provisioning worker closes the terminal sessions of the node.
-    CloseNodeTerminals {
-        node_id: NodeId,
-    },
-    Tenant {
-        user_id: UserId,
-        fact: tenant::Fact,
-    },
-    Rollout(RolloutId, rollout::Fact),
-    /// The provisioning worker reads the next nodes of the rollout's selector and sends them to it.
-    FindRolloutNodes(RolloutId),
-}
-
-/// What follows from an event.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Consequences {
-    pub reaction: Reaction,
-    /// Empty where the row of the event says [`NotificationScope::None`](crate::event::NotificationScope::None).
-    pub notifications: Vec<Notification>,
-}
-
-impl Consequences {
-    /// The event is for observers.
-    const NONE: Self = Self { reaction: Reaction::Nothing, notifications: Vec::new() };
-
-    const fn command(reaction: Reaction) -> Self {
-        Self { reaction, notifications: Vec::new() }
-    }
-
-    fn notify(mut self, audience: Audience, data: NotificationDetails) -> Self {
-        self.notifications.push(Notification { audience, data });
-        self
-    }
-
-    fn notify_renter(self, allocation_id: AllocationId, data: NotificationDetails) -> Self {
-        let data = NotificationDetails { allocation_id: Some(allocation_id), ..data };
-        self.notify(Audience::Renter(allocation_id), data)
-    }
-
-    /// A resent event is for the payment alone: the holder was notified the first time.
-    fn notify_payment_holder(self, payment_id: PaymentId, is_resent: bool, data: NotificationDetails) -> Self {
-        let data = NotificationDetails { payment_id: Some(payment_id), ..data };
-        if is_resent { self } else { self.notify(Audience::PaymentHolder(payment_id), data) }
-    }
-}
 
 impl Event {
     /// The command that follows from the event, and its recipient.
@@ -132,58 +42,37 @@ impl Event {
         };
         let to_payment = |payment_id, fact| command(Reaction::Payment(payment_id, fact));
         match self.clone() {
-            // Published by the allocation's saga.
-            Self::AllocationRequested { allocation_id } => {
-                command(Reaction::Place(allocation_id)).notify_renter(allocation_id, Details::in_state("requested"))
-            }
-            Self::ProvisioningStarted { allocation_id, node_id, deadline_at } => {
-                to_node(node_id, ToNode::Provision { allocation_id, deadline_at })
-                    .notify_renter(allocation_id, Details::in_state("provisioning"))
-            }
-            Self::AllocationActive { allocation_id, node_id } => {
-                none.notify_renter(allocation_id, Details { node_id: Some(node_id), ..Details::in_state("active") })
-            }
-            Self::ProvisioningFailed { allocation_id, reason, .. } => {
-                none.notify_renter(allocation_id, Details { reason: Some(reason), ..Details::default() })
-            }
-            Self::ReservationUnwanted { allocation_id, node_id } => {
-                to_node(node_id, ToNode::Unreserve { allocation_id })
-            }
-            Self::ReleaseRequested { allocation_id, node_id, attempt, deadline_at } => {
-                to_node(node_id, ToNode::Clean { allocation_id, attempt, deadline_at })
-                    .notify_renter(allocation_id, Details::in_state("releasing"))
-            }
-            Self::ReleaseFailed { allocation_id, node_id, attempt, reason } => {
-                let state = Details::in_state("release_failed");
-                let data = Details { attempt: Some(attempt), reason: Some(reason), ..state };
-                to_node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt })
-                    .notify_renter(allocation_id, data)
-            }
-            Self::ReleaseExhausted { allocation_id, node_id, attempt } => {
-                let data = Details {
-                    allocation_id: Some(allocation_id),
-                    node_id: Some(node_id),
-                    attempt: Some(attempt),
-                    ..Details::default()
-                };
-                to_node(node_id, ToNode::Fence { allocation_id, attempt }).notify(Audience::Operators, data)
-            }
-            Self::ReleaseForced { allocation_id, node_id } => to_node(node_id, ToNode::Abandon { allocation_id }),
-            Self::AllocationReleased { allocation_id, user_id, reason, .. } => {
-                let data = Details { reason: Some(reason), ..Details::in_state("released") };
-                let fact = tenant::Fact::Forget { allocation_id };
-                command(Reaction::Tenant { user_id, fact }).notify_renter(allocation_id, data)
-            }
+            // The rental's page has what follows from its events.
+            event @ (Self::AllocationRequested { .. }
+            | Self::ProvisioningStarted { .. }
+            | Self::AllocationActive { .. }
+            | Self::ProvisioningFailed { .. }
+            | Self::ReservationUnwanted { .. }
+            | Self::ReleaseRequested { .. }
+            | Self::ReleaseFailed { .. }
+            | Self::ReleaseExhausted { .. }
+            | Self::ReleaseForced { .. }
+            | Self::AllocationReleased { .. }
+            | Self::TerminalsUnwanted { .. }
+            | Self::UsageChanged { .. }
+            | Self::DevicesReserved { .. }
+            | Self::TenantReady { .. }
+            | Self::TenantFailed { .. }
+            | Self::TenantGone { .. }
+            | Self::TenantRemains { .. }
+            | Self::TenantFaulted { .. }
+            | Self::EvacuationBegun { .. }
+            | Self::EvacuationEnded { .. }
+            | Self::EvacuationDue { .. }
+            | Self::AllocationUncovered { .. }
+            | Self::AllocationMetered { .. }
+            | Self::AllocationCounted { .. }) => rental::consequences(&event),
+
+            // Published by the allocation: the SSH keys that open it.
             Self::LoginsChanged { allocation_id, node_id, .. } => {
                 command(Reaction::SendSshKeys { allocation_id, node_id })
             }
-            Self::TerminalsUnwanted { allocation_id, user_id } => {
-                command(Reaction::CloseTerminals { allocation_id, user_id })
-            }
             Self::TerminalsCutOff { node_id } => command(Reaction::CloseNodeTerminals { node_id }),
-            Self::UsageChanged { allocation_id, holder, from, until } => {
-                to_account(holder, ToAccount::Usage { allocation_id, from, until })
-            }
 
             // Published by the billing account.
             Self::BalanceLow { account_id, holder } => {
@@ -193,10 +82,6 @@ impl Event {
             Self::BalanceDepleted { account_id, holder, release_at } => {
                 let data = Details { account_id: Some(account_id), release_at: Some(release_at), ..Details::default() };
                 none.notify(Audience::Holder(holder), data)
-            }
-            Self::AllocationUncovered { allocation_id, .. } => to_allocation(allocation_id, ToAllocation::Uncover),
-            Self::AllocationMetered { allocation_id, is_running, .. } => {
-                to_allocation(allocation_id, ToAllocation::StillMetered { is_running })
             }
             Self::PaymentDeposited { payment_id, account_id, is_again } => {
                 let data = Details { account_id: Some(account_id), ..Details::in_state("deposited") };
@@ -286,37 +171,7 @@ impl Event {
             Self::RolloutNodeSoaked { node_id, rollout_id, fault } => {
                 command(Reaction::Rollout(rollout_id, rollout::Fact::NodeSoaked { node_id, fault }))
             }
-            Self::DevicesReserved { node_id, allocation_id, placed } => {
-                to_allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
-            }
-            Self::TenantReady { node_id, allocation_id } => {
-                to_allocation(allocation_id, ToAllocation::Provisioned { node_id })
-            }
-            Self::TenantFailed { node_id, allocation_id, reason } => {
-                to_allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason })
-            }
-            Self::TenantGone { node_id, allocation_id, attempt } => {
-                to_allocation(allocation_id, ToAllocation::Cleaned { node_id, attempt })
-            }
-            Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
-                to_allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
-            }
-            Self::TenantFaulted { node_id, allocation_id, at, reason } => {
-                let data = Details { node_id: Some(node_id), reason: Some(reason.clone()), ..Details::default() };
-                to_allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
-                    .notify_renter(allocation_id, data)
-            }
             Self::MachineDue { node_id } => command(Reaction::DriveMachine(node_id)),
-            Self::EvacuationBegun { node_id, allocation_id, release_at, reason } => {
-                let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
-                none.notify_renter(allocation_id, Details { release_at: Some(release_at), ..data })
-            }
-            Self::EvacuationEnded { node_id, allocation_id } => {
-                none.notify_renter(allocation_id, Details { node_id: Some(node_id), ..Details::default() })
-            }
-            Self::EvacuationDue { node_id, allocation_id, reason } => {
-                to_allocation(allocation_id, ToAllocation::Evacuate { node_id, reason })
-            }
             Self::LoginsWritten { node_id, allocation_id, revision } => {
                 to_allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
@@ -356,9 +211,6 @@ impl Event {
             }
 
             // Published by the tenant.
-            Self::AllocationCounted { allocation_id, logins_revision } => {
-                to_allocation(allocation_id, ToAllocation::StillCounted { logins_revision })
-            }
             Self::LoginsStale { allocation_id, user_id } => {
                 command(Reaction::ResolveSshKeys { allocation_id, user_id })
             }

@@ -3,9 +3,9 @@
 use crate::simulation::{Delivery, Simulation};
 use domain::allocation;
 use domain::billing_account;
+use domain::choreography::Reaction;
 use domain::node;
 use domain::placement::{self, Candidate, PlacementRequest};
-use domain::reactions::Reaction;
 use domain::state_machine::CommandSort as _;
 use domain::tenant::{self, QuotaScopes};
 use domain::{AllocationId, Event, NodeId, Principal, UserId};

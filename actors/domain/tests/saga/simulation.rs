@@ -14,7 +14,9 @@ use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use domain::state_machine::{Command as _, Machine, Timestamp};
 use domain::tenant::{self, Tenant};
 use domain::validation::ValidationLevel;
-use domain::{AllocationId, BillingAccountId, Event, NodeId, Principal, Transition, TransitionContext, UserId};
+use domain::{
+    AllocationId, BillingAccountId, EntityKind, Event, NodeId, Principal, Transition, TransitionContext, UserId,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
@@ -64,6 +66,8 @@ pub(crate) struct Simulation {
     bought: BTreeMap<[u8; 32], u32>,
     counter: u64,
     pub(crate) reached: BTreeSet<String>,
+    /// The commits so far: the entity's kind, and the command.
+    pub(crate) commits: Vec<(EntityKind, &'static str)>,
 }
 
 pub(crate) fn admin() -> Principal {
@@ -114,6 +118,7 @@ impl Simulation {
             bought: BTreeMap::new(),
             counter: 0,
             reached: BTreeSet::new(),
+            commits: Vec::new(),
         };
         // The last user has little money.
         for (user, amount_minor) in (0..USERS).zip([100_000, 100_000, 100_000, 12]) {
@@ -129,6 +134,13 @@ impl Simulation {
             }
         }
         world
+    }
+
+    /// The time until the deadline of the allocation's state, and what that policy allows it.
+    pub(crate) fn time_left(&self, id: AllocationId, policy: PolicyKey) -> (Option<TimeDelta>, TimeDelta) {
+        let allocation = &self.allocations[&id];
+        let left = allocation.deadline().map(|deadline| deadline.at - self.now);
+        (left, self.policy.seconds(policy, &allocation.scopes(), self.now))
     }
 
     fn next(&mut self) -> u64 {
@@ -155,7 +167,9 @@ impl Simulation {
             id,
             version: i64::from(state.is_some()),
         };
-        let step = M::decide(state, command.into(), &ctx)?;
+        let command = command.into();
+        let name = command.name();
+        let step = M::decide(state, command, &ctx)?;
         let Transition { next, events, audit, postings, effects: _, requires: _, reply, why } = step;
         let Some(next) = next else {
             let nothing = events.is_empty() && audit.is_empty() && postings.is_empty();
@@ -163,6 +177,7 @@ impl Simulation {
             return Ok((None, reply));
         };
         assert!(!why.is_empty(), "the history says why");
+        self.commits.push((M::KIND, name));
         let stored = serde_json::to_string(&next).unwrap();
         assert_eq!(serde_json::from_str::<M>(&stored).unwrap(), next, "a snapshot decodes to what was decided");
         self.reached.insert(format!("{} {}", M::KIND, next.state()));

@@ -1,7 +1,7 @@
 //! The events, with their streams, subjects and reactions: the table that is reviewed.
 
 use super::*;
-use crate::reactions::Reaction;
+use crate::choreography::Reaction;
 use crate::recording::RecordingMode;
 use crate::state_machine::CommandSort as _;
 use std::collections::BTreeSet;

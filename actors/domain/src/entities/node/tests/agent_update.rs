@@ -1,8 +1,8 @@
 //! The update of a node's agent.
 
 use super::*;
+use crate::choreography::Reaction;
 use crate::id::RolloutId;
-use crate::reactions::Reaction;
 use crate::rollout;
 use crate::rollout_outcome::{RolloutOutcome, SkipReason};
 
