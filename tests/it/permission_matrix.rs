@@ -1,6 +1,7 @@
 //! The permission matrix over HTTP: the status of every route for every identity. The routes come from the description that the
 //! service serves, so that a new one is in no table and fails; the tables are checked in and reviewed as text.
 
+use crate::openapi::with_responses;
 use edge::node_api::{ROUTES, RequiredCredential};
 use local_servers::identity::DemoUser;
 use reqwest::{Method, StatusCode};
@@ -244,7 +245,7 @@ fn operations(description: &Value) -> Vec<Operation> {
     for (path, item) in paths {
         for (method, described) in item.as_object().expect("a path has operations") {
             let method = Method::from_bytes(method.to_uppercase().as_bytes()).expect("a method");
-            all.push(Operation { method, path: path.clone(), described: described.clone() });
+            all.push(Operation { method, path: path.clone(), described: with_responses(description, described) });
         }
     }
     let order =

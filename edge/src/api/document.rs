@@ -3,11 +3,13 @@
 mod common_parts;
 mod error_responses;
 mod example;
+mod shared_parts;
 
 pub(super) use common_parts::add_common_parts;
 #[cfg(test)]
 pub(super) use error_responses::CODES;
 pub(super) use error_responses::error_responses;
+pub(super) use shared_parts::share_parts;
 
 use std::sync::LazyLock;
 
@@ -44,6 +46,7 @@ impl Document {
         let components = api.components.get_or_insert_default();
         components.add_security_scheme(PROVIDER, SecurityScheme::OpenIdConnect(provider));
         components.add_security_scheme(SERVICE_ACCOUNT, SecurityScheme::OAuth2(client));
+        share_parts(&mut api);
         Self(serde_json::to_vec(&api).unwrap_or_default().into())
     }
 }

@@ -12,6 +12,7 @@ mod console_protections;
 mod console_sessions;
 mod contract;
 mod deprecations;
+mod description_layout;
 mod errors;
 mod fake_processor;
 mod gpu_reset;

@@ -1,6 +1,7 @@
 //! The content security policies of all documents that a browser is given, and what a script of a page could read.
 
 use super::Browser;
+use crate::openapi::with_responses;
 use reqwest::Method;
 use reqwest::header::{ACCEPT, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName};
 use serde_json::{Value, json};
@@ -28,7 +29,8 @@ async fn described_documents(cluster: &TestCluster) -> Vec<String> {
     let described = cluster.anonymous_client().get("/api/v1/openapi.json").await.ok();
     let id = uuid::Uuid::now_v7().to_string();
     let paths = described["paths"].as_object().expect("paths").iter();
-    let is_document = |item: &Value| item["get"]["responses"]["200"]["content"].get("text/html").is_some();
+    let responses = |item: &Value| with_responses(&described, &item["get"])["responses"].clone();
+    let is_document = |item: &Value| responses(item)["200"]["content"].get("text/html").is_some();
     let filled = |path: &str| {
         path.split('/').map(|part| if part.starts_with('{') { id.as_str() } else { part }).collect::<Vec<_>>().join("/")
     };

@@ -44,9 +44,24 @@ fn operations(description: &Value) -> BTreeMap<String, Value> {
     let methods = |(path, of): (&String, &Value)| {
         let of = of.as_object().unwrap().clone();
         let known = of.into_iter().filter(|(method, _)| METHODS.contains(&method.to_uppercase().as_str()));
-        known.map(|(method, operation)| (format!("{} {path}", method.to_uppercase()), operation)).collect::<Vec<_>>()
+        let described = |(method, operation): (String, Value)| {
+            (format!("{} {path}", method.to_uppercase()), resolved(description, operation))
+        };
+        known.map(described).collect::<Vec<_>>()
     };
     description["paths"].as_object().unwrap().iter().flat_map(methods).collect()
+}
+
+/// The operation with its responses and parameters in place of references to them.
+fn resolved(description: &Value, mut operation: Value) -> Value {
+    let resolve = |part: &mut Value| {
+        if let Some(reference) = part["$ref"].as_str() {
+            *part = description.pointer(reference.trim_start_matches('#')).unwrap().clone();
+        }
+    };
+    operation["responses"].as_object_mut().into_iter().flat_map(serde_json::Map::values_mut).for_each(resolve);
+    operation.get_mut("parameters").and_then(Value::as_array_mut).into_iter().flatten().for_each(resolve);
+    operation
 }
 
 #[test]

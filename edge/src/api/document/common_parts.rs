@@ -96,7 +96,7 @@ pub(in crate::api) fn add_common_parts(api: &mut OpenApi) {
     api.tags = Some(known.chain(others).map(tag).collect());
 }
 
-fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
+pub(super) fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
     [&mut item.get, &mut item.put, &mut item.post, &mut item.patch, &mut item.delete].into_iter().flatten()
 }
 

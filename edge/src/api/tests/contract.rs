@@ -1,15 +1,24 @@
 //! The contract: the OpenAPI document, and that the service matches it.
 
+use super::description_layout::laid_out;
 use super::harness::ApiHarness;
-use crate::api::document::CODES;
+use crate::api::document::{CODES, share_parts};
 use crate::api::routes;
 use axum::http::Method;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
+/// The description with every part at its operation.
 pub(super) fn document() -> Value {
     serde_json::to_value(routes().1).unwrap()
+}
+
+/// The description as it is served, but for what depends on the installation.
+fn published() -> Value {
+    let mut api = routes().1;
+    share_parts(&mut api);
+    serde_json::to_value(api).unwrap()
 }
 
 /// Every operation as (method, path, operation).
@@ -43,7 +52,44 @@ fn rows() -> Vec<(String, String, String)> {
 
 #[test]
 fn openapi_document_is_as_reviewed() {
-    insta::assert_json_snapshot!("openapi", document());
+    let published = published();
+    let text = laid_out(&published);
+    assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), published);
+    insta::assert_snapshot!("openapi", text);
+}
+
+/// A response or parameter in place of the reference to it.
+fn resolve(part: &mut Value, components: &Value) {
+    if let Some(reference) = part["$ref"].as_str() {
+        let component = components.pointer(reference.strip_prefix("#/components").unwrap());
+        *part = component.unwrap_or_else(|| panic!("{reference} leads nowhere")).clone();
+    }
+}
+
+#[test]
+fn published_description_is_that_of_the_operations_with_repeated_parts_as_components() {
+    let mut published = published();
+    let components = published["components"].clone();
+    let mut inline = BTreeSet::new();
+    for item in published["paths"].as_object_mut().unwrap().values_mut() {
+        for operation in item.as_object_mut().unwrap().values_mut() {
+            for response in operation["responses"].as_object_mut().unwrap().values_mut() {
+                let is_new = response.get("$ref").is_some() || inline.insert(response.to_string());
+                assert!(is_new, "a response that several operations have is no component: {response}");
+                resolve(response, &components);
+            }
+            for parameter in operation.get_mut("parameters").and_then(Value::as_array_mut).into_iter().flatten() {
+                let is_new = parameter.get("$ref").is_some() || inline.insert(parameter.to_string());
+                assert!(is_new, "a parameter that several operations have is no component: {parameter}");
+                resolve(parameter, &components);
+            }
+        }
+    }
+    for section in ["responses", "parameters"] {
+        let parts = published["components"].as_object_mut().unwrap().remove(section).unwrap();
+        assert!(parts.as_object().unwrap().len() > 10, "{section}");
+    }
+    assert!(published == document(), "a reference resolves to something else than the operation has");
 }
 
 #[test]
@@ -110,7 +156,7 @@ fn every_reference_in_the_openapi_document_resolves() {
             Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
         }
     }
-    let document = document();
+    let document = published();
     assert_eq!(document["openapi"], "3.1.0");
     let mut found = BTreeSet::new();
     references(&document, &mut found);
@@ -288,7 +334,7 @@ async fn protected_resource_metadata_names_the_issuer_without_a_token() {
 async fn openapi_document_and_liveness_need_no_token() {
     let api = ApiHarness::new().await;
     let described = api.get("/api/v1/openapi.json").send().await;
-    let (served, described) = (format!("{:#}", without_installation(described.is(200))), format!("{:#}", document()));
+    let (served, described) = (format!("{:#}", without_installation(described.is(200))), format!("{:#}", published()));
     let differs =
         served.lines().zip(described.lines()).enumerate().find(|(_, (served, described))| served != described);
     assert_eq!(differs, None);
