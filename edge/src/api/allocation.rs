@@ -158,10 +158,11 @@ pub(super) async fn create(
     let answered = match context.committed_reply::<Allocation>()? {
         Some(answered) => answered,
         None => {
-            introduce(&app, &context).await;
             let id = context.new_id();
             let mut request = resolved_request(&app, &context, &new).await?;
             request.scheduler_request_enc = Some(sealed(&app, id, &new)?);
+            // Before the allocation, which may fail at once, and its user is to have the mail.
+            introduce(&app, &context).await;
             context.ask::<Allocation>(id, Request::Create(Box::new(request))).await?
         }
     };

@@ -232,7 +232,6 @@ pub(super) async fn list(
     State(app): State<AppState>,
     listing: Listing<OwnEndpointFilter>,
 ) -> Result<Json<Items<EndpointView>>, ApiError> {
-    introduce(&app, &context).await;
     let holder = holder_of(&context, listing.filter.holder.unwrap_or_default())?.to_string();
     let page = listing.page("notification-endpoints", &holder, Order::OldestFirst)?;
     let filter = ListFilter { owner: Some(holder), states: existing_states(), ..ListFilter::default() };
@@ -314,13 +313,19 @@ async fn create_command(
 
 /// The holder's first slot that no endpoint has. Where two requests take the same slot, the commit admits one.
 async fn free_place(app: &AppState, holder: &Holder) -> Result<u16, ApiError> {
-    let mut taken = BTreeSet::new();
-    let filter = ListFilter { owner: Some(holder.to_string()), states: existing_states(), ..ListFilter::default() };
-    for listed in app.reads.list(EntityKind::NotificationEndpoint, &filter, None, ABOVE_ANY_LIMIT).await?.items {
-        let row = listed.row.map_err(ApiError::unavailable)?;
-        taken.extend(read_model::StoredEntity::<NotificationEndpoint>::of(&row)?.it.place);
-    }
+    let taken: BTreeSet<_> = endpoints_of(app, holder).await?.into_iter().filter_map(|it| it.place).collect();
     Ok((0..u16::MAX).find(|place| !taken.contains(place)).unwrap_or(u16::MAX))
+}
+
+/// The holder's endpoints that are not deleted.
+async fn endpoints_of(app: &AppState, holder: &Holder) -> Result<Vec<NotificationEndpoint>, ApiError> {
+    let filter = ListFilter { owner: Some(holder.to_string()), states: existing_states(), ..ListFilter::default() };
+    let listed = app.reads.list(EntityKind::NotificationEndpoint, &filter, None, ABOVE_ANY_LIMIT).await?;
+    let endpoints = listed.items.into_iter().map(|listed| {
+        let row = listed.row.map_err(ApiError::unavailable)?;
+        Ok(read_model::StoredEntity::<NotificationEndpoint>::of(&row)?.it)
+    });
+    endpoints.collect()
 }
 
 /// One endpoint.
@@ -485,15 +490,21 @@ async fn settle(context: &RequestContext, id: Uuid, request: Request) -> Result<
 }
 
 /// Sets the address that the identity provider has verified at the caller's own e-mail endpoint, so that users who rent or pay are warned
-/// without setting it up. Where that fails, the next request retries it.
+/// without setting it up; one who has made an e-mail endpoint gets no other. Where that fails, the next rental or payment retries it. No
+/// read does it, and no request that is refused (deploy/decisions/0101).
 pub(super) async fn introduce(app: &AppState, context: &RequestContext) {
     let (Some(address), true) = (context.verified_email.clone(), app.delivery.mailer.is_some()) else { return };
     let user_id = context.caller.user_id.clone();
     let id = id_of_name(EntityKind::NotificationEndpoint, &format!("email:{user_id}"));
     let claims = RecipientClaims { org_id: context.caller.org_id.clone(), plan: context.caller.plan.clone() };
     let is_known = async {
-        let found = find::<NotificationEndpoint>(app, id).await.ok().flatten();
-        found.is_some_and(|stored| stored.it.is_at(&address) && stored.it.claims == claims || !stored.it.exists())
+        match find::<NotificationEndpoint>(app, id).await.ok().flatten() {
+            Some(stored) => stored.it.is_at(&address) && stored.it.claims == claims || !stored.it.exists(),
+            None => {
+                let own = endpoints_of(app, &Holder::User(user_id.clone())).await;
+                own.map_or(true, |own| own.iter().any(|it| matches!(it.target, Target::Email { .. })))
+            }
+        }
     };
     if is_known.await {
         return;

@@ -98,8 +98,9 @@ pub(in crate::api) async fn checkout(
     let answered = match context.committed_reply::<Payment>()? {
         Some(answered) => answered,
         None => {
+            let created = create_payment(&app, payments, &context, &new).await?;
             introduce(&app, &context).await;
-            create_payment(&app, payments, &context, &new).await?
+            created
         }
     };
     let replayed = replayed(&answered);

@@ -18,6 +18,8 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::openid_provider::{LoginSettings, OpenIdProvider};
 use crate::auth::signed_tokens::service_account::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
+use crate::notifications::delivery::NotificationSender;
+use crate::notifications::delivery::email::{MailConfig, Mailer};
 use crate::outbound::alertmanager::Alertmanager;
 use crate::outbound::node_probe::{Probe, ProbeTargets, Resolve};
 use crate::testing::install_crypto;
@@ -78,6 +80,7 @@ struct HarnessOptions<'a> {
     /// How tokens of the console's provider are read, where it is not as the development provider issues them.
     rules: Option<TokenRules>,
     alertmanager: Option<Alertmanager>,
+    mailer: Option<Mailer>,
 }
 
 impl ApiHarness {
@@ -129,8 +132,21 @@ impl ApiHarness {
         .await
     }
 
+    /// A harness with a mail server, which nothing is sent to: no worker delivers here.
+    pub(super) async fn with_mail() -> Self {
+        install_crypto();
+        let mailer = Mailer::new(&MailConfig {
+            url: "smtp://localhost".to_owned().into(),
+            from: "GPUaaS <no-reply@example.com>".to_owned(),
+            authorities_pem: None,
+            public_url: "https://api.gpu.example".to_owned(),
+        });
+        let options = HarnessOptions { mailer: Some(mailer.unwrap()), ..HarnessOptions::default() };
+        Self::with(TestDatabase::fresh().await, options).await
+    }
+
     async fn with(postgres: TestDatabase, options: HarnessOptions<'_>) -> Self {
-        let HarnessOptions { targets, payments, console, rules, alertmanager } = options;
+        let HarnessOptions { targets, payments, console, rules, alertmanager, mailer } = options;
         install_crypto();
         let pool = persistence::pool::open(&postgres.pool_config()).unwrap();
         let member = PgMember::start(&pool).await;
@@ -172,6 +188,7 @@ impl ApiHarness {
             payments,
             console_provider,
             alertmanager,
+            delivery: NotificationSender { mailer, ..crate::testing::delivery() },
             ..crate::testing::parts(&host, reads, authenticator, trust)
         });
         let router = crate::console_login::beside(api::router(app.clone()), app.clone());
@@ -205,6 +222,11 @@ impl ApiHarness {
     /// A token as the identity provider issues it.
     pub(super) fn token(&self, user: &str, roles: &[&str]) -> String {
         self.identities.token(user, "acme", roles)
+    }
+
+    /// The same, for a user with a verified address.
+    pub(super) fn token_with_email(&self, user: &str, address: &str) -> String {
+        self.identities.token_with_email(user, address)
     }
 
     /// The same, for a user of this organisation.

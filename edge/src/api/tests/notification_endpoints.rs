@@ -1,6 +1,6 @@
 //! Notification endpoints over HTTP: holders, events, secrets and limits.
 
-use super::harness::ApiHarness;
+use super::harness::{ApiHarness, PlacementOutcome};
 use axum::http::Method;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -179,4 +179,43 @@ async fn user_whose_id_looks_like_an_organization_sees_nothing_of_it() {
         let seen = api.get(ENDPOINTS).user(user).send().await;
         assert_eq!(seen.is(200)["items"], json!([]), "{user}");
     }
+}
+
+#[tokio::test]
+async fn default_endpoint_is_made_by_a_rental_and_by_no_read_or_refused_request() {
+    let api = ApiHarness::with_mail().await;
+    api.sku("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::NoCapacity);
+    let rent = async |address: &str, sku: &str| {
+        let body = json!({ "sku": sku, "gpu_count": 1 });
+        api.post("/api/v1/allocations").by(&api.token_with_email("ann", address)).json(&body).send().await
+    };
+    let addresses = async |address: &str| {
+        let listed = api.get(ENDPOINTS).by(&api.token_with_email("ann", address)).send().await;
+        let items = listed.is(200)["items"].as_array().unwrap().clone();
+        items.iter().map(|item| item["address"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(addresses("ann@example.com").await, [""; 0]);
+    rent("ann@example.com", "unknown").await.refused(400, "invalid_request");
+    assert_eq!(addresses("ann@example.com").await, [""; 0]);
+    // An allocation that fails at once is one: its user gets the mail.
+    rent("ann@example.com", "h100x4").await.refused(409, "insufficient_capacity");
+    assert_eq!(addresses("ann@example.com").await, ["ann@example.com"]);
+    // The address follows the token of the next rental, and no token of a read.
+    assert_eq!(addresses("ann@example.org").await, ["ann@example.com"]);
+    rent("ann@example.org", "h100x4").await.refused(409, "insufficient_capacity");
+    assert_eq!(addresses("ann@example.net").await, ["ann@example.org"]);
+}
+
+#[tokio::test]
+async fn user_with_an_email_endpoint_gets_no_default_one() {
+    let api = ApiHarness::with_mail().await;
+    api.sku("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::NoCapacity);
+    let token = api.token_with_email("ann", "ann@example.com");
+    let made = api.post(ENDPOINTS).by(&token).json(&json!({ "kind": "email" })).send().await.is(201).clone();
+    let body = json!({ "sku": "h100x4", "gpu_count": 1 });
+    api.post("/api/v1/allocations").by(&token).json(&body).send().await.refused(409, "insufficient_capacity");
+    let listed = api.get(ENDPOINTS).by(&token).send().await.is(200)["items"].clone();
+    assert_eq!(listed.as_array().unwrap().iter().map(|it| &it["id"]).collect::<Vec<_>>(), [&made["id"]]);
 }
