@@ -134,7 +134,7 @@ async fn rebooted_machine_keeps_its_allocation() {
     assert_eq!(node.get().await["agent"]["boot_id"], agent.boot_id.to_string());
     let audited = cluster.audit_of(node.id).await;
     let restart = audited.iter().find(|(_, action, ..)| action == "nodes.restart").expect("a restart is audited");
-    assert_eq!(restart.2["boot_id_before"], before.to_string());
+    assert_eq!(restart.2["old_boot_id"], before.to_string());
     // The clean-up proof names the boot in which it was made.
     allocation.release().await;
     let task = agent.next_task().await;

@@ -121,7 +121,7 @@ async fn kill_or_stop_of_an_agent_ends_its_terminals_and_they_cannot_be_resumed(
         let rows = cluster.audit_of(session).await;
         let (actor, action, metadata, _) = rows.last().unwrap();
         assert_eq!((actor, action.as_str()), (&format!("node:{}", node.id), "terminals.close"));
-        assert_eq!(metadata["fault"], "agent_restarted", "{metadata}");
+        assert_eq!(metadata["failure_code"], "agent_restarted", "{metadata}");
         cluster
             .request_terminal_token(&cluster.user, allocation.id, Some(session))
             .await

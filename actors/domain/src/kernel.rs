@@ -19,6 +19,7 @@ pub mod money;
 pub mod package_digest;
 pub mod policy;
 pub mod precondition;
+pub mod reason_code;
 pub mod recording;
 pub mod redact;
 pub mod resend_timer;

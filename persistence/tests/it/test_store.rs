@@ -154,7 +154,7 @@ pub(crate) fn create(n: u32) -> Commit {
             traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
             tracestate: Some("vendor=1".to_owned()),
         },
-        audit: vec![AuditRecord::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
+        audit: vec![AuditRecord::new(AuditAction::SkusCreate, entity, serde_json::json!({"name": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
         postings: Vec::new(),
         command: Some(command(None)),

@@ -103,6 +103,7 @@ pub struct SessionEnd {
 
 /// Why a session has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[cfg_attr(test, derive(strum::VariantNames))]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum EndReason {
@@ -354,7 +355,7 @@ impl BrowserSession {
         let code = reason.code();
         let metadata = match &reason {
             EndReason::EndedByAdministrator { reason } => json!({ "code": code, "reason": reason }),
-            EndReason::ProviderRefused { error } => json!({ "code": code, "error": error }),
+            EndReason::ProviderRefused { error } => json!({ "code": code, "provider_error": error }),
             EndReason::LoggedOut
             | EndReason::EndedByUser
             | EndReason::Idle

@@ -151,7 +151,8 @@ impl HealthRules {
         }
         let written =
             RuleOverride { judgement, reason: reason.clone(), written_by: ctx.by.to_string(), written_at: ctx.now };
-        let metadata = json!({ "pattern": pattern, "old": old, "new": written.judgement, "reason": reason });
+        let metadata =
+            json!({ "pattern": pattern, "old_value": old, "new_value": written.judgement, "reason": reason });
         self.overrides.0.insert(pattern.clone(), written.clone());
         let reply = Reply::Written { written: Box::new(written) };
         Ok(self.changed(
@@ -173,7 +174,7 @@ impl HealthRules {
         let Some(taken) = next.overrides.0.remove(pattern) else {
             return Err(Rejection::NotSet { pattern: pattern.clone() });
         };
-        let metadata = json!({ "pattern": pattern, "old": taken.judgement, "new": null, "reason": reason });
+        let metadata = json!({ "pattern": pattern, "old_value": taken.judgement, "new_value": null, "reason": reason });
         let why = format!("{pattern} is not overridden any more: {reason}");
         Ok(next.changed(Reply::Done, why, AuditAction::HealthRulesTakeBack, metadata, ctx))
     }
@@ -239,7 +240,7 @@ mod tests {
             assert_eq!(step.events[0].subject(), "policy.invalidate.health_rules");
             assert_eq!(step.effects, [Effect::ReadPolicy]);
         }
-        assert_eq!(second.audit[0].metadata["old"]["classes"], json!(["evacuate"]));
+        assert_eq!(second.audit[0].metadata["old_value"]["classes"], json!(["evacuate"]));
         assert_eq!(second.next.as_ref().unwrap().overrides.0.len(), 1);
         assert_eq!(third.next.as_ref().unwrap().overrides, RuleOverrides::default());
         assert_eq!(decide(third.next.as_ref(), take_back.clone()).err(), Some(Rejection::NotSet { pattern }));

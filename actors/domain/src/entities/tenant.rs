@@ -373,7 +373,7 @@ impl Tenant {
 }
 
 /// An audit record about this tenant.
-const fn audit(action: AuditAction, metadata: serde_json::Value, ctx: &TransitionContext<'_>) -> AuditRecord {
+fn audit(action: AuditAction, metadata: serde_json::Value, ctx: &TransitionContext<'_>) -> AuditRecord {
     AuditRecord::new(action, EntityRef { kind: EntityKind::Tenant, id: ctx.id }, metadata)
 }
 

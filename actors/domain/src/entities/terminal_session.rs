@@ -127,6 +127,7 @@ pub enum Phase {
     name(CloseCode),
     doc = "The reason of a close, as a code.",
     derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    cfg_attr(test, derive(strum::VariantNames)),
     strum(serialize_all = "snake_case", const_into_str),
     serde(rename_all = "snake_case")
 )]

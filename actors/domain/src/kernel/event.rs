@@ -20,6 +20,7 @@ use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
 use crate::package_digest::PackageDigest;
 use crate::policy::PolicyKey;
+use crate::reason_code;
 use crate::recording::RecordingTerms;
 use crate::rollout_outcome::RolloutOutcome;
 use crate::time::Timestamp;
@@ -554,6 +555,35 @@ events! {
 const TRUST_CHANGED: &str = "node.trust_changed";
 
 impl Event {
+    /// Whether its reason, where it has one, is a code. Codes that no agent reports are rows of [`reason_code::ALL`].
+    ///
+    /// The refusals of deposits and refunds carry the sentence that the payment shows to its payer.
+    pub(crate) fn has_valid_reason(&self) -> bool {
+        if let Self::NodeStateChanged { reason, .. }
+        | Self::TenantFaulted { reason, .. }
+        | Self::EvacuationBegun { reason, .. }
+        | Self::EvacuationDue { reason, .. }
+        | Self::TerminalClosed { reason, .. }
+        | Self::BrowserSessionEnded { reason, .. } = self
+        {
+            return reason_code::is_listed(reason);
+        }
+        if let Self::ProvisioningFailed { reason, .. }
+        | Self::ReleaseFailed { reason, .. }
+        | Self::AllocationReleased { reason, .. }
+        | Self::AgentUpdateFailed { reason, .. }
+        | Self::TenantFailed { reason, .. }
+        | Self::TenantRemains { reason, .. }
+        | Self::TerminalFailed { reason, .. }
+        | Self::RolloutStopped { reason, .. }
+        | Self::RolloutNodeEnded { outcome: RolloutOutcome::Failed { reason }, .. }
+        | Self::RolloutNodeSoaked { fault: Some(reason), .. } = self
+        {
+            return reason_code::is_code(reason);
+        }
+        true
+    }
+
     /// The subject that notifies every process of a key rotation.
     pub const TRUST_CHANGED: &'static str = TRUST_CHANGED;
 

@@ -290,6 +290,7 @@ impl<M: Machine> Transition<M> {
 
     #[must_use]
     pub fn event(mut self, event: Event) -> Self {
+        debug_assert!(event.has_valid_reason(), "a reason that is no code of the table `reason_code`: {event:?}");
         self.events.push(event);
         self
     }

@@ -87,7 +87,7 @@ export default function AuditPage() {
   );
 }
 
-function reasonOf(metadata: Record<string, unknown>): string | null {
-  const { reason } = metadata;
-  return typeof reason === "string" ? reason : null;
+/** Why it was done: what a person wrote, else the code or the cause. Earlier releases wrote codes and causes as `reason`, too. */
+function reasonOf({ reason, code, cause }: Record<string, unknown>): string | null {
+  return [reason, code, cause].find((it) => typeof it === "string") ?? null;
 }

@@ -1,6 +1,6 @@
 //! What an allocation reports to the account that pays for it, and what it receives from the account.
 
-use super::{Allocation, FailureCode, NodeFault, Phase};
+use super::{Allocation, FailureCode, NodeFault, Phase, StatusReason};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
@@ -61,7 +61,7 @@ impl Allocation {
 
     /// No account covers it any more.
     pub(super) fn uncover(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        const WHY: &str = "the balance is depleted";
+        const WHY: (StatusReason, &str) = (StatusReason::BalanceDepleted, "the balance is depleted");
         let audit = self.audit(AuditAction::AllocationsUncover, json!({ "holder": self.asked.holder().to_string() }));
         match &self.phase {
             Phase::Active { node_id, placed } => self.release_active(WHY, *node_id, placed, ctx).audit(audit),
@@ -73,12 +73,12 @@ impl Allocation {
 
     /// The deadline of its evacuation has passed: it is released as if its user had asked for it.
     pub(super) fn evacuate(&self, node_id: NodeId, reason: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        const WHY: &str = "its GPU or machine goes out of service, and the time to leave has ended";
+        const WHY: (StatusReason, &str) =
+            (StatusReason::Evacuated, "its GPU or machine goes out of service, and the time to leave has ended");
         let is_here = self.placement().is_some_and(|(ours, _)| ours == node_id);
         match &self.phase {
             Phase::Active { node_id, placed } if is_here => {
-                let audit =
-                    self.audit(AuditAction::AllocationsEvacuate, json!({ "node_id": node_id, "reason": reason }));
+                let audit = self.audit(AuditAction::AllocationsEvacuate, json!({ "node_id": node_id, "code": reason }));
                 self.release_active(WHY, *node_id, placed, ctx).audit(audit)
             }
             // The node asks only for a tenant that is set up: it asks again.
@@ -106,7 +106,7 @@ impl Allocation {
                 let at = self.active_at.map_or(at, |active_at| at.max(active_at));
                 let fault = Some(NodeFault { at, reason: reason.to_owned() });
                 let next = Self { fault, ..self.clone() };
-                let (usage, audit) = (next.usage(), json!({ "node_id": node_id, "at": at, "reason": reason }));
+                let (usage, audit) = (next.usage(), json!({ "node_id": node_id, "at": at, "code": reason }));
                 let audit = self.audit(AuditAction::AllocationsFault, audit);
                 next.transition(format!("node {node_id} has a critical fault: billing has ended"))
                     .event(usage)

@@ -77,6 +77,7 @@ impl Allocation {
         issue: Option<String>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
+        const REQUESTED: (StatusReason, &str) = (StatusReason::ReleaseRequested, "release requested");
         if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.owner.user_id) {
             return Err(Rejection::NotFound);
         }
@@ -87,11 +88,9 @@ impl Allocation {
                 Ok(step.event(self.never_used()).audit(audit))
             }
             Phase::Provisioning { node_id, placed, .. } => {
-                Ok(self.begin_release("release requested", *node_id, placed, ctx).event(self.never_used()).audit(audit))
+                Ok(self.begin_release(REQUESTED, *node_id, placed, ctx).event(self.never_used()).audit(audit))
             }
-            Phase::Active { node_id, placed } => {
-                Ok(self.release_active("release requested", *node_id, placed, ctx).audit(audit))
-            }
+            Phase::Active { node_id, placed } => Ok(self.release_active(REQUESTED, *node_id, placed, ctx).audit(audit)),
             // A repeated release request has no effect.
             Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => Ok(self.stay()),
         }
@@ -100,7 +99,7 @@ impl Allocation {
     /// Releases an active allocation: its terminals are closed and its meter ends.
     pub(super) fn release_active(
         &self,
-        why: &str,
+        why: (StatusReason, &str),
         node_id: NodeId,
         placed: &Placement,
         ctx: &TransitionContext<'_>,
@@ -113,7 +112,7 @@ impl Allocation {
 
     fn begin_release(
         &self,
-        why: &str,
+        why: (StatusReason, &str),
         node_id: NodeId,
         placed: &Placement,
         ctx: &TransitionContext<'_>,
@@ -127,9 +126,11 @@ impl Allocation {
         reason: &str,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
+        const ORDERED: (StatusReason, &str) =
+            (StatusReason::CleanUpOrdered, "an administrator ordered another clean-up attempt");
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
-                .clean_up(*node_id, placed, attempt + 1, "an administrator ordered another clean-up attempt", ctx)
+                .clean_up(*node_id, placed, attempt + 1, ORDERED, ctx)
                 .audit(self.audit(AuditAction::AllocationsRetryRelease, json!({ "reason": reason })))),
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -309,7 +310,7 @@ impl Allocation {
             message: message.to_owned(),
             retryable: true,
         });
-        next.clean_up(node_id, placed, 1, "provisioning failed", ctx)
+        next.clean_up(node_id, placed, 1, (StatusReason::ProvisioningFailed, "provisioning failed"), ctx)
             .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: Some(node_id), reason })
             .event(self.never_used())
             .audit(audit)
@@ -381,7 +382,7 @@ impl Allocation {
             .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() })
             .audit(self.audit(
                 AuditAction::AllocationsFailRelease,
-                json!({ "node_id": node_id, "attempt": attempt, "reason": reason, "exhausted": exhausted }),
+                json!({ "node_id": node_id, "attempt": attempt, "code": reason, "exhausted": exhausted }),
             ));
         if exhausted { step.event(Event::ReleaseExhausted { allocation_id: self.id, node_id, attempt }) } else { step }
     }
@@ -433,7 +434,8 @@ impl Allocation {
             Phase::ReleaseFailed { node_id, placed, attempt, next: ReleaseRetry::RetryAt(at), .. }
                 if ctx.now >= *at =>
             {
-                self.clean_up(*node_id, placed, attempt + 1, "trying the clean-up again", ctx)
+                let why = (StatusReason::CleanUpRetried, "trying the clean-up again");
+                self.clean_up(*node_id, placed, attempt + 1, why, ctx)
             }
             // Either message may have been lost: the fence to the node, or the node's report to the allocation.
             Phase::ReleaseFailed { node_id, attempt, next: ReleaseRetry::Operator(_), .. } => self
@@ -464,13 +466,13 @@ impl Allocation {
         node_id: NodeId,
         placed: &Placement,
         attempt: u32,
-        why: &str,
+        (reason, why): (StatusReason, &str),
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
         let limit = ctx.policy.seconds(PolicyKey::AllocationReleaseTimeout, &self.scopes(), ctx.now);
         let until = ctx.now + limit;
         let phase = Phase::Releasing { node_id, placed: placed.clone(), attempt, until };
-        self.in_phase(phase, ctx.now, why).transition(why).event(Event::ReleaseRequested {
+        self.in_phase(phase, ctx.now, reason).transition(why).event(Event::ReleaseRequested {
             allocation_id: self.id,
             node_id,
             attempt,

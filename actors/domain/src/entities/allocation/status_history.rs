@@ -19,6 +19,7 @@ pub struct AllocationFailure {
 
 /// The cause of a failure, as a code.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::AsRefStr)]
+#[cfg_attr(test, derive(strum::VariantNames))]
 #[strum(serialize_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
 pub enum FailureCode {
@@ -58,18 +59,31 @@ pub struct StatusEntry {
 /// This is the one place where stored text becomes a reason: text that is none of the codes, as of earlier releases, is
 /// [`StatusReason::Text`], and nothing is decided by it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::AsRefStr)]
+#[cfg_attr(test, derive(strum::VariantNames))]
 #[strum(serialize_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
 pub enum StatusReason {
     Requested,
     DevicesReserved,
     TenantReady,
+    /// [`AllocationFailure`] has the cause.
+    ProvisioningFailed,
+    /// Its user released it.
+    ReleaseRequested,
+    /// No money covers it, and the grace is over.
+    BalanceDepleted,
+    /// Its GPU or machine goes out of service, and the time to leave has ended.
+    Evacuated,
+    /// The clean-up failed and is tried again.
+    CleanUpRetried,
+    /// The clean-up failed, and an administrator ordered another attempt.
+    CleanUpOrdered,
     CleanedUp,
     /// Its user released it before a node was found.
     Cancelled,
     /// An administrator released it without proof of clean-up.
     Forced,
-    /// The code of a failure with its detail, or half a sentence for the user.
+    /// The code of a failure with its detail, or half a sentence of an earlier release.
     #[serde(untagged)]
     #[strum(transparent)]
     Text(String),
@@ -142,6 +156,10 @@ mod tests {
         for (reason, text) in [
             (StatusReason::Forced, "forced"),
             (StatusReason::CleanedUp, "cleaned_up"),
+            (StatusReason::CleanUpOrdered, "clean_up_ordered"),
+            // As earlier releases stored them.
+            (StatusReason::Text("release requested".to_owned()), "release requested"),
+            (StatusReason::Text("trying the clean-up again".to_owned()), "trying the clean-up again"),
             (StatusReason::Text("tenant_remains: a process".to_owned()), "tenant_remains: a process"),
         ] {
             assert_eq!(reason.as_str(), text);

@@ -468,8 +468,7 @@ fn evacuated_allocation_is_released_by_the_normal_path_and_only_for_its_own_node
         "terminal.unwanted",
         "billing.usage_changed",
     ]);
-    let reason = story.allocation.history.last().unwrap().reason.as_str();
-    assert!(reason.contains("the time to leave has ended"), "{reason}");
+    assert_eq!(story.allocation.history.last().unwrap().reason, StatusReason::Evacuated);
     let repeated = story.after_fact(evacuate(NODE)).unmoved();
     repeated.cleaned().expect("released").after_fact(evacuate(NODE)).unmoved();
 }

@@ -188,7 +188,7 @@ fn refused_refresh_ends_the_session_and_an_outage_does_not() {
     let leased = decide(&replica(), Some(&opened()), begin(), after(290)).unwrap().next.unwrap();
     let refused = Fact::RefuseRefresh { attempt: 1, error: "invalid_grant".into() };
     let step = decide(&replica(), Some(&leased), refused, after(291)).unwrap();
-    assert_eq!(step.audit[0].metadata["error"], "invalid_grant");
+    assert_eq!(step.audit[0].metadata["provider_error"], "invalid_grant");
     ended(step);
     let waits = decide(&replica(), Some(&leased), Fact::FailRefresh { attempt: 1 }, after(291)).unwrap().next.unwrap();
     assert!(waits.is_active() && waits.tokens_enc.is_some());

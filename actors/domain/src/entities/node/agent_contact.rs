@@ -245,7 +245,7 @@ impl Node {
     pub(super) fn restarted(&self, boot_id: &str) -> Option<AuditRecord> {
         let was = &self.seen.as_ref().filter(|seen| seen.boot_id != boot_id)?.boot_id;
         let allocations: Vec<_> = self.holds.keys().collect();
-        let metadata = json!({ "boot_id": boot_id, "boot_id_before": was, "allocations": allocations });
+        let metadata = json!({ "old_boot_id": was, "new_boot_id": boot_id, "allocations": allocations });
         Some(self.audit(AuditAction::NodesRestart, metadata))
     }
 
@@ -275,7 +275,7 @@ impl Node {
         let mut why = (!audits.is_empty()).then(|| "the cause of the quarantine is over".to_owned());
         if let Some((code, message)) = next.new_quarantine() {
             events.extend(next.enter_quarantine(code.clone(), &message, ctx));
-            audits.push(self.audit(AuditAction::NodesQuarantine, json!({ "reason": code })));
+            audits.push(self.audit(AuditAction::NodesQuarantine, json!({ "code": code })));
             why = Some(if code == StateCode::HealthCritical { "critical health".to_owned() } else { message });
         } else if !faults.is_empty() && why.is_none() {
             why = Some("the machine has a critical fault".to_owned());

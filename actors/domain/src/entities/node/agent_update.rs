@@ -42,7 +42,7 @@ impl Node {
         let commit_seconds = u32::try_from(commit).unwrap_or(u32::MAX);
         let update = AgentUpdate { digest: digest.clone(), force, commit_seconds, rollout_id: None };
         let (next, task_id) = self.with_task(TaskType::AgentUpdate, Some(update), ctx)?;
-        let metadata = json!({ "task_id": task_id, "digest": digest, "force": force, "reason": reason });
+        let metadata = json!({ "task_id": task_id, "digest": digest, "forced": force, "reason": reason });
         let audit = self.audit(AuditAction::NodesUpdateAgent, metadata);
         Ok(next.task_transition(task_id, format!("the update of its agent was ordered: {reason}")).audit(audit))
     }
@@ -61,7 +61,7 @@ impl Node {
         Some(match verdict {
             TaskOutcome::Succeeded { .. } => Event::AgentUpdated { node_id, digest, rollout_id },
             TaskOutcome::Failed { code, .. } => {
-                Event::AgentUpdateFailed { node_id, digest, reason: code.clone(), rollout_id }
+                Event::AgentUpdateFailed { node_id, digest, reason: super::tenancy::reason_code(code), rollout_id }
             }
         })
     }

@@ -63,7 +63,7 @@ impl Node {
         if let Phase::Quarantined { was } = &mut next.life {
             **was = becomes;
         }
-        let metadata = json!({ "reason": StateCode::GpuOfAnotherNode, "gpus": next.contested_gpus });
+        let metadata = json!({ "code": StateCode::GpuOfAnotherNode, "gpus": next.contested_gpus });
         let audit = next.audit(AuditAction::NodesQuarantine, metadata);
         step.why = why;
         Ok(event.into_iter().fold(step, Transition::event).audit(audit))

@@ -343,7 +343,7 @@ impl Node {
             "step": format!("reset_{}", phase.name()),
             "gpu_uuid": uuid,
             "task_id": phase.task_id(),
-            "error": phase.error(),
+            "cause": phase.error(),
         });
         self.gpu_resets.get_mut(uuid)?.phase = phase;
         Some(self.audit(AuditAction::NodesRepair, metadata))

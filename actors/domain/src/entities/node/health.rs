@@ -287,7 +287,7 @@ impl Node {
         let metadata = json!({
             "finding_id": finding_id,
             "probe": reported.probe,
-            "code": reported.code,
+            "finding_code": reported.code,
             "gpu_uuid": reported.gpu_uuid,
             "count": reported.count,
             "reason": reason,

@@ -296,7 +296,7 @@ impl Node {
             next.reason = StateReason::new(StateCode::DeploymentFailed, message);
             None
         };
-        let audit = self.audit(AuditAction::NodesFailDeployment, json!({ "reason": why }));
+        let audit = self.audit(AuditAction::NodesFailDeployment, json!({ "cause": why }));
         let due = next.machine_due();
         let step = Transition::to(next, Reply::Done, format!("the deployment failed: {why}")).audit(audit).event(due);
         event.into_iter().fold(step, Transition::event)
@@ -313,7 +313,7 @@ impl Node {
         );
         let mut next = self.clone();
         let event = next.enter_quarantine(StateCode::MachineLost, &message, ctx);
-        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::MachineLost }));
+        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "code": StateCode::MachineLost }));
         let step = Transition::to(next, Reply::Done, message).audit(audit);
         event.into_iter().fold(step, Transition::event)
     }

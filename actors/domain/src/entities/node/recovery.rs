@@ -158,7 +158,7 @@ impl Node {
     fn clone_suspected(&self, given: u32, shown: &IdentityRecovery, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
         next.spend_nonce(&shown.nonce, ctx);
-        let metadata = json!({ "given": given, "current": self.identity.generation, "boot_id": shown.boot_id });
+        let metadata = json!({ "given_generation": given, "current_generation": self.identity.generation, "boot_id": shown.boot_id });
         let audit = self.audit(AuditAction::NodesCloneSuspected, metadata);
         let event = self.may_be_quarantined().then_some(()).and_then(|()| {
             let message = "An agent recovered with an identity that another had recovered before: find the copy of this machine's \

@@ -149,7 +149,7 @@ impl Node {
         let message =
             format!("The reinstalled machine was refused: {why}. Look at the machine, then order the reimage again.");
         let event = next.enter_quarantine(StateCode::SystemRefused, &message, ctx);
-        let audit = self.audit(AuditAction::NodesRefuseSystem, json!({ "reason": why }));
+        let audit = self.audit(AuditAction::NodesRefuseSystem, json!({ "cause": why }));
         let step = Transition::to(next, Reply::SystemRefused, message).audit(audit);
         Some(event.into_iter().fold(step, Transition::event))
     }
@@ -202,7 +202,7 @@ impl Node {
             return (Vec::new(), Vec::new());
         }
         let replaced = self.reimage.take().and_then(|reimage| reimage.replaces);
-        let metadata = json!({ "machine_id": self.machine_id(), "machine_id_before": replaced });
+        let metadata = json!({ "old_machine_id": replaced, "new_machine_id": self.machine_id() });
         let mut audits = vec![self.audit(AuditAction::NodesFinishReimage, metadata)];
         let mut events = Vec::new();
         if let Some((released, audit)) = self.take_back_holds(&[HoldAuthor::Reimage], ctx) {

@@ -130,7 +130,7 @@ impl Node {
         if let Some(known) = next.rollouts.last_mut().filter(|_| soaks) {
             known.soak = Some(NodeSoak { since: ctx.now, fault: None });
         }
-        let metadata = json!({ "task_id": task_id, "digest": digest, "force": false, "rollout_id": rollout_id });
+        let metadata = json!({ "task_id": task_id, "digest": digest, "forced": false, "rollout_id": rollout_id });
         let audit = self.audit(AuditAction::NodesUpdateAgent, metadata);
         let why = format!("rollout {rollout_id} ordered the update of its agent");
         Transition::to(next, Reply::Done, why).audit(audit).effect(Effect::WakeNode(self.id))

@@ -162,7 +162,7 @@ impl Node {
         };
         let fingerprints: Vec<_> = hold.keys.iter().map(|key| key.fingerprint.clone()).collect();
         let metadata = json!({
-            "allocation_id": allocation_id, "revision": revision, "fingerprints": fingerprints, "result": result, "cause": code,
+            "allocation_id": allocation_id, "revision": revision, "fingerprints": fingerprints, "result": result, "code": code,
         });
         let written = Event::LoginsWritten { node_id: self.id, allocation_id, revision };
         let step = Transition::to(next, Reply::Done, why).audit(self.audit(AuditAction::SshKeysReconcile, metadata));

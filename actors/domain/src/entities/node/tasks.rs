@@ -85,7 +85,7 @@ impl Node {
             return Err(Rejection::NotOrdered { task_type });
         }
         let (next, task_id) = self.with_task(task_type, None, ctx)?;
-        let metadata = json!({ "task_id": task_id, "type": task_type, "reason": reason });
+        let metadata = json!({ "task_id": task_id, "task_type": task_type, "reason": reason });
         let audit = self.audit(AuditAction::NodesOrderTask, metadata);
         Ok(next.task_transition(task_id, format!("{task_type} was ordered: {reason}")).audit(audit))
     }
@@ -152,7 +152,7 @@ impl Node {
         if let Some(task) = next.tasks.get_mut(&task_id) {
             task.requeue(ctx);
         }
-        let metadata = json!({ "task_id": task_id, "type": task.task_type, "reason": reason });
+        let metadata = json!({ "task_id": task_id, "task_type": task.task_type, "reason": reason });
         let audit = self.audit(AuditAction::NodesResumeTask, metadata);
         Ok(next.task_transition(task_id, format!("an operator resumed {}: {reason}", task.task_type)).audit(audit))
     }
@@ -212,7 +212,7 @@ impl Node {
         };
         let message = next.unfit_message(&unfit);
         let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);
-        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::ValidationFailed }));
+        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "code": StateCode::ValidationFailed }));
         let step = Transition::to(next, Reply::Done, why).audit(audit);
         Ok(event.into_iter().fold(step, Transition::event))
     }
@@ -252,7 +252,7 @@ impl Node {
         stale.into_iter().fold(step, |step, (task_id, task_type, when_stale)| match when_stale {
             StaleTaskAction::Requeue => step.effect(Effect::WakeNode(self.id)),
             StaleTaskAction::AwaitOperator => {
-                let metadata = json!({ "task_id": task_id, "type": task_type });
+                let metadata = json!({ "task_id": task_id, "task_type": task_type });
                 step.audit(self.audit(AuditAction::NodesStallTask, metadata))
             }
             StaleTaskAction::Expire => step,

@@ -4,6 +4,7 @@ use super::{AgentUpdate, Evacuation, HoldSshAccess, Node, Phase, Reply, Terminal
 use crate::event::Event;
 use crate::hardware::Placement;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
+use crate::reason_code;
 use crate::recording::RecordingTerms;
 use crate::resend_timer::ResendTimer;
 use crate::ssh_key::AuthorizedKey;
@@ -240,9 +241,7 @@ impl Node {
 
 /// The agent's cause, where it is a code: an event carries no free text of an agent. That is in the history.
 pub(super) fn reason_code(code: &str) -> String {
-    let is_code =
-        !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
-    if is_code { code.to_owned() } else { "agent_error".to_owned() }
+    if reason_code::is_snake_case(code) { code.to_owned() } else { "agent_error".to_owned() }
 }
 
 /// The login of an allocation on its node: short enough for every system, and derived from the id alone so that it is unique.

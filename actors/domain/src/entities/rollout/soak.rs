@@ -176,7 +176,7 @@ impl Rollout {
         match self.phase {
             Phase::Running | Phase::Paused => {
                 self.enter(Phase::Stopped { node_id, reason: reason.clone() }, ctx);
-                let audit = self.audit(AuditAction::RolloutsStop, json!({ "node_id": node_id, "reason": reason }));
+                let audit = self.audit(AuditAction::RolloutsStop, json!({ "node_id": node_id, "code": reason }));
                 (vec![Event::RolloutStopped { rollout_id: self.id, node_id, reason }], Some(audit))
             }
             Phase::Stopped { .. } | Phase::Aborting | Phase::Aborted | Phase::Completed => (Vec::new(), None),

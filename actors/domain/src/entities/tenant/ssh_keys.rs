@@ -36,6 +36,8 @@ impl SshKey {
 
 /// Why a text is refused as a public key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(strum::VariantNames))]
+#[cfg_attr(test, strum(serialize_all = "snake_case"))]
 #[serde(rename_all = "snake_case")]
 pub enum SshKeyFault {
     PrivateKey,
@@ -83,7 +85,7 @@ impl Tenant {
 
     pub(super) fn refuse_key(&self, cause: SshKeyFault, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let Some(refusals) = self.refusals.audited(ctx.now) else { return Transition::stay(Reply::Done) };
-        let metadata = json!({ "result": "refused", "cause": cause });
+        let metadata = json!({ "result": "refused", "code": cause });
         Transition::to(Self { refusals, ..self.clone() }, Reply::Done, "a key was refused").audit(audit(
             AuditAction::SshKeysCreate,
             metadata,

@@ -156,7 +156,7 @@ fn refused_key_mutations_are_audited_with_their_cause_and_without_input() {
     // An unreadable key is refused by the edge, also for a user without a tenant entity.
     let command = Request::RefuseKey { user_id: "ann".into(), cause: SshKeyFault::PrivateKey };
     let step = decide(None, command.clone(), 1, 50).unwrap();
-    assert_eq!(step.audit[0].metadata, json!({"result": "refused", "cause": "private_key"}));
+    assert_eq!(step.audit[0].metadata, json!({"result": "refused", "code": "private_key"}));
     let repeated = decide(step.next.as_ref(), command, 1, 50).unwrap();
     assert!(repeated.next.is_none() && repeated.audit.is_empty());
 }

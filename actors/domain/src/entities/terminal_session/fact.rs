@@ -41,7 +41,7 @@ impl TerminalSession {
             Fact::Attach { token_sha256, active } => self.attach(token_sha256, active, ctx),
             Fact::Detach { attachment } => Ok(self.detach(attachment, ctx)),
             Fact::Fail { node_id, code } if node_id == self.node_id => {
-                let metadata = json!({ "fault": code });
+                let metadata = json!({ "failure_code": code });
                 Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
             }
             Fact::Fail { .. } => Ok(Transition::stay(Reply::Done)),
@@ -55,7 +55,7 @@ impl TerminalSession {
                 Ok(Transition::stay(Reply::Done))
             }
             Fact::CutOff { .. } => {
-                let metadata = json!({ "cause": "node_revoked" });
+                let metadata = json!({ "cause": "the certificates of its node were revoked" });
                 Ok(self.close(CloseReason::Killed, AuditAction::TerminalsClose, &metadata, ctx))
             }
             Fact::LogOut { browser_session_id } => Ok(self.log_out(browser_session_id, ctx)),

@@ -74,7 +74,7 @@ impl TerminalSession {
                     return Err(Rejection::NotFound);
                 }
                 let code = AGENT_RESTARTED.to_owned();
-                let metadata = json!({ "fault": code });
+                let metadata = json!({ "failure_code": code });
                 Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
             }
             Request::Kill { reason } => {

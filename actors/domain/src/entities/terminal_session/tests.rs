@@ -272,7 +272,7 @@ fn revocation_that_names_nothing_is_the_command_of_the_previous_release() {
 fn revoking_node_certificates_closes_its_sessions() {
     let mut story = Story::opened();
     let step = story.ask(&gateway(), CUT_OFF).unwrap();
-    assert_eq!(step.audit[0].metadata["cause"], "node_revoked");
+    assert_eq!(step.audit[0].metadata["cause"], "the certificates of its node were revoked");
     assert_eq!(story.reason(), Some(&CloseReason::Killed));
 }
 
@@ -409,7 +409,7 @@ fn session_lost_with_its_agent_is_closed_by_its_own_node_only() {
     let stranger = Principal::Node(NodeId(Uuid::from_u128(0xBAD)));
     assert_eq!(story.ask(&stranger, Request::Lose).unwrap_err(), Rejection::NotFound);
     let lost = story.ask(&Principal::Node(NODE), Request::Lose).unwrap();
-    assert_eq!(lost.audit[0].metadata["fault"], AGENT_RESTARTED);
+    assert_eq!(lost.audit[0].metadata["failure_code"], AGENT_RESTARTED);
     assert_eq!(story.reason(), Some(&CloseReason::Failed { code: AGENT_RESTARTED.to_owned() }));
     assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: CloseCode::Failed });
 }

@@ -159,3 +159,32 @@ fn an_event_decodes_to_itself() {
         assert_eq!(serde_json::from_str::<Event>(&stored).unwrap(), event);
     }
 }
+
+/// The event with this text in place of each of its reasons.
+fn with_reason(event: &Event, text: &str) -> Option<Event> {
+    fn replace(value: &mut serde_json::Value, text: &str) -> bool {
+        let serde_json::Value::Object(fields) = value else { return false };
+        fields.iter_mut().fold(false, |found, (name, value)| {
+            let is_reason = (name == "reason" || name == "fault") && value.is_string();
+            if is_reason {
+                *value = text.into();
+            }
+            replace(value, text) || is_reason || found
+        })
+    }
+    let mut json = serde_json::to_value(event).unwrap();
+    replace(&mut json, text).then(|| serde_json::from_value(json).unwrap())
+}
+
+#[test]
+fn reason_of_every_event_is_a_code() {
+    let sentences: Vec<_> = Event::samples()
+        .iter()
+        .filter_map(|event| with_reason(event, "It smells of smoke."))
+        .filter(Event::has_valid_reason)
+        .map(|event| event.subject())
+        .collect();
+    assert_eq!(sentences, ["billing.deposit_refused", "billing.refund_refused"]);
+    let codes: Vec<_> = Event::samples().iter().filter_map(|event| with_reason(event, "silent")).collect();
+    assert!(codes.len() > 15 && codes.iter().all(Event::has_valid_reason), "{codes:?}");
+}

@@ -21,7 +21,7 @@ impl Node {
             Transition::to(self.clone(), Reply::Done, detail).event(Event::TenantFailed {
                 node_id: self.id,
                 allocation_id,
-                reason: reason.to_owned(),
+                reason: reason_code(reason),
             })
         };
         match self.holds.get(&allocation_id).map(|hold| &hold.phase) {

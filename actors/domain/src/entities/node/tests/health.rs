@@ -150,7 +150,10 @@ fn clearing_is_audited_and_repeatable_and_of_known_findings() {
     let clear = |finding_id| Request::ClearFinding { finding_id, reason: "r".into() };
     let step = story.ask(&admin(), clear(story.finding(0))).unwrap();
     assert_eq!(step.audit.iter().map(|it| it.action.as_str()).collect::<Vec<_>>(), ["nodes.clear_finding"]);
-    assert_eq!((&step.audit[0].metadata["code"], &step.audit[0].metadata["reason"]), (&"79".into(), &"r".into()));
+    assert_eq!(
+        (&step.audit[0].metadata["finding_code"], &step.audit[0].metadata["reason"]),
+        (&"79".into(), &"r".into())
+    );
     assert_eq!(story.refuses(&admin(), clear(FindingId(Uuid::nil()))), Rejection::FindingUnknown);
     story.clears(0).clears(0).unmoved();
 }

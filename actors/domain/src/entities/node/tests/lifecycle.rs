@@ -195,7 +195,7 @@ fn restarted_machine_keeps_its_tenants_and_is_audited() {
     for story in [node().active().ready(), node().active().ready().offline()] {
         let step = story.ask(&agent(), rebooted()).unwrap();
         let restart = step.audit.iter().find(|audit| audit.action == AuditAction::NodesRestart).unwrap();
-        assert_eq!(restart.metadata["boot_id_before"], "boot-1");
+        assert_eq!(restart.metadata["old_boot_id"], "boot-1");
         let next = step.next.unwrap();
         assert_eq!((next.state(), next.holds == story.node.holds), ("active", true));
         assert_eq!(next.seen.as_ref().unwrap().boot_id, "boot-2");
