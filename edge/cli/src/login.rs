@@ -146,8 +146,10 @@ async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> R
         LoginMethod::Password(username) => {
             provider.by_password(&username, &secret("Password: ", args.password_stdin, PASSWORD_STDIN)?).await?
         }
-        LoginMethod::Device(endpoint) => provider.by_device(&endpoint).await?,
-        LoginMethod::Browser(endpoint) => provider.by_browser(&endpoint, &issuer, !args.no_open).await?,
+        LoginMethod::Device(endpoint) => provider.by_device(&endpoint, connection.out).await?,
+        LoginMethod::Browser(endpoint) => {
+            provider.by_browser(&endpoint, &issuer, !args.no_open, connection.out).await?
+        }
     };
     let TokenGrant { access_token, refresh_token, expires_at } = granted;
     Ok(Login {

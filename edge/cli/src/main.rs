@@ -90,7 +90,7 @@ use clap_complete::{CompleteEnv, Shell};
 use failure::{ExitStatus, Failure};
 use login::login_store::{Login, Store};
 use login::{LoginArgs, Session};
-use output::{Output, OutputFormat, print_notice};
+use output::{Output, OutputFormat, print_error};
 use reqwest::Url;
 use secrecy::SecretString;
 use std::path::PathBuf;
@@ -131,7 +131,7 @@ struct Common {
     /// How results are printed.
     #[arg(long, short, global = true, value_enum, value_name = "FORMAT", default_value_t)]
     output: OutputFormat,
-    /// Print results and errors, and nothing else.
+    /// Print results, errors, and what you have to do for the command to go on, and nothing else.
     #[arg(long, short, global = true)]
     quiet: bool,
     /// Your own Idempotency-Key for the change: a repetition with it has no second effect.
@@ -246,8 +246,8 @@ fn main() -> ExitCode {
         Err(failure) => {
             let failure = failure.in_words_of(&SelectedCommand::of(&matches)).of_profile(&profile);
             match format {
-                OutputFormat::Table => print_notice(&failure.to_string()),
-                OutputFormat::Json => print_notice(&failure.to_json().to_string()),
+                OutputFormat::Table => print_error(&failure.to_string()),
+                OutputFormat::Json => print_error(&failure.to_json().to_string()),
             }
             ExitCode::from(failure.exit_status.code())
         }
@@ -255,13 +255,11 @@ fn main() -> ExitCode {
 }
 
 async fn run(arguments: Arguments) -> Result<u8, Failure> {
-    let mut connection = Connection::of(arguments.common)?;
-    // A notice in the middle of a raw terminal would look like output of the shell.
-    connection.out.quiet |= matches!(&arguments.command, Command::Terminal(args) if args.is_interactive());
+    let connection = Connection::of(arguments.common)?;
     execute(arguments.command, connection).await
 }
 
-async fn execute(command: Command, connection: Connection) -> Result<u8, Failure> {
+async fn execute(command: Command, mut connection: Connection) -> Result<u8, Failure> {
     match command {
         Command::Login(args) => login::login(args, &connection).await?,
         Command::Logout => login::logout(&connection).await?,
@@ -269,7 +267,12 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Skus(command) => skus::run(command, &connection.api()?).await?,
         Command::Allocations(command) => allocations::run(command, &connection.api()?).await?,
         Command::Ssh(args) => return ssh::run(args, &connection).await,
-        Command::Terminal(args) => return terminal::run(args, &connection.api()?).await,
+        Command::Terminal(args) => {
+            let out = connection.out;
+            // A notice of the API's client in the middle of a raw terminal would look like output of the shell.
+            connection.out.quiet |= args.is_interactive();
+            return terminal::run(args, &connection.api()?, out).await;
+        }
         Command::Notifications(command) => notifications::run(command, &connection.api()?).await?,
         Command::NotificationEndpoints(command) => notification_endpoints::run(command, &connection.api()?).await?,
         Command::Recordings(command) => recordings::run(command, &connection.api()?).await?,

@@ -85,18 +85,29 @@ impl Output {
     /// Prints a notice beside the result, unless `--quiet` is set.
     pub(crate) fn notice(self, text: &str) {
         if !self.quiet {
-            print_notice(text);
+            print_error(text);
         }
+    }
+
+    /// Prints what the user has to do before the command can go on. `is_done`: it was done for them, so that it is a mere notice.
+    pub(crate) fn instruction(self, text: &str, is_done: bool) {
+        if self.shows_instruction(is_done) {
+            print_error(text);
+        }
+    }
+
+    const fn shows_instruction(self, is_done: bool) -> bool {
+        !self.quiet || !is_done
     }
 }
 
-/// Prints a notice regardless of `--quiet`. A closed standard error is ignored.
-pub(crate) fn print_notice(text: &str) {
+/// Prints a failure. A closed standard error is ignored.
+pub(crate) fn print_error(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// Prints a notice with its own line breaks, in a raw terminal.
-pub(crate) fn print_raw_notice(text: &str) {
+/// Prints a text with its own line breaks, in a raw terminal.
+pub(crate) fn print_raw(text: &str) {
     let mut out = io::stderr().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
@@ -145,6 +156,36 @@ fn value_at(it: &Value, path: &str) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn quiet_hides_an_instruction_that_was_carried_out_and_no_other() {
+        let shows = |quiet, is_done| Output { format: OutputFormat::Table, quiet }.shows_instruction(is_done);
+        assert_eq!(
+            [shows(false, false), shows(false, true), shows(true, false), shows(true, true)],
+            [true, true, true, false]
+        );
+    }
+
+    /// A notice that bypasses [`Output::notice`] is printed with `--quiet`, too.
+    #[test]
+    fn nothing_but_failures_and_raw_terminals_is_printed_past_quiet() {
+        let sources = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let mut left = vec![sources.clone()];
+        let mut callers = Vec::new();
+        while let Some(path) = left.pop() {
+            if path.is_dir() {
+                left.extend(std::fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            if ["print_error(", "print_raw(", "eprint"].iter().any(|call| text.contains(call)) {
+                callers.push(path.strip_prefix(&sources).unwrap().to_str().unwrap().to_owned());
+            }
+        }
+        callers.sort();
+        let expected = ["main.rs", "output.rs", "recordings/play.rs", "terminal/session.rs", "usage_error.rs"];
+        assert_eq!(callers, expected);
+    }
 
     #[test]
     fn list_is_a_table_for_shell_tools() {

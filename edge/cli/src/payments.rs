@@ -7,7 +7,7 @@ use crate::billing::accounts::currency_of;
 use crate::completion;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
-use crate::output::{Column, Output, print_notice};
+use crate::output::{Column, Output};
 use crate::printable::plain;
 use crate::progress::Progress;
 use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
@@ -157,14 +157,15 @@ pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
     let begun = api.post("/api/v1/billing/checkout-sessions", &body).await;
     let begun = begun.map_err(|failure| failure.in_currency(&currency))?;
     let (id, url) = checkout_of(&begun)?;
-    if wanted.wait {
-        // The result is the payment, once it is deposited.
-        print_notice(&format!("Pay at: {url}"));
-    } else {
+    if !wanted.wait {
         api.out.show(&begun, &CHECKOUT)?;
+        open_page(url, wanted.no_open, api.out);
+        return Ok(());
     }
-    open_page(url, wanted.no_open, api.out);
-    if wanted.wait { wait_until_deposited(id, wanted.timeout, api).await } else { Ok(()) }
+    // The result is the payment, once it is deposited.
+    let is_open = open_page(url, wanted.no_open, api.out);
+    api.out.instruction(&format!("Pay at: {url}"), is_open);
+    wait_until_deposited(id, wanted.timeout, api).await
 }
 
 pub(crate) async fn pay(wanted: Pay, api: &Api) -> Result<(), Failure> {
@@ -181,10 +182,13 @@ pub(crate) async fn cancel(payment: &Ref, api: &Api) -> Result<(), Failure> {
     api.out.show(&api.post_empty(&format!("{}/cancel", path(id))).await?, &PAYMENT)
 }
 
-fn open_page(url: &str, no_open: bool, out: Output) {
-    if !no_open && open::that_detached(url).is_err() {
-        out.notice("No browser could be opened here; open that address yourself.");
+/// Whether the page is open in the user's browser.
+fn open_page(url: &str, no_open: bool, out: Output) -> bool {
+    let is_open = !no_open && open::that_detached(url).is_ok();
+    if !no_open && !is_open {
+        out.notice("No browser could be opened here; open the address yourself.");
     }
+    is_open
 }
 
 pub(crate) async fn list(which: Payments, api: &Api) -> Result<(), Failure> {

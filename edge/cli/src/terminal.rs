@@ -12,7 +12,7 @@ use crate::api::Api;
 use crate::completion;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
-use crate::output::print_notice;
+use crate::output::Output;
 use crate::resource_ref::{self, ALLOCATION, Ref};
 use session::{Session, SessionEnd};
 use std::io::{self, IsTerminal as _};
@@ -50,6 +50,8 @@ struct Terminal {
     session: Option<Uuid>,
     reconnect_for: Duration,
     no_escape: bool,
+    /// How notices are printed, in the raw terminal and after it.
+    out: Output,
 }
 
 impl TerminalArgs {
@@ -59,7 +61,8 @@ impl TerminalArgs {
     }
 }
 
-pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
+/// `out` is for notices in the user's terminal, that of the API for those of its client.
+pub(crate) async fn run(args: TerminalArgs, api: &Api, out: Output) -> Result<u8, Failure> {
     match (args.command, args.allocation) {
         (Some(Command::Sessions(command)), _) => sessions::run(command, api).await.map(|()| 0),
         (None, Some(allocation)) => {
@@ -69,7 +72,7 @@ pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
                 None => None,
             };
             let terminal =
-                Terminal { allocation, session, reconnect_for: args.reconnect_for, no_escape: args.no_escape };
+                Terminal { allocation, session, reconnect_for: args.reconnect_for, no_escape: args.no_escape, out };
             open(terminal, api).await
         }
         (None, None) => Err(Failure::usage("no allocation was named")),
@@ -77,7 +80,7 @@ pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
 }
 
 async fn open(args: Terminal, api: &Api) -> Result<u8, Failure> {
-    let allocation = args.allocation;
+    let (allocation, out) = (args.allocation, args.out);
     if !io::stdin().is_terminal() {
         return Err(Failure::usage("standard input is no terminal").next(format!(
             "Run a command without one, where the node admits SSH: gpuctl ssh {allocation} -- COMMAND"
@@ -91,7 +94,7 @@ async fn open(args: Terminal, api: &Api) -> Result<u8, Failure> {
     let unclean = !matches!(end, Ok(SessionEnd::Exited { .. }));
     session.finish(unclean).await;
     if let Some(id) = still_running {
-        print_notice(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
+        out.notice(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
     }
     match end.map_err(|failure| with_session_list(failure, allocation))? {
         SessionEnd::Exited { code: Some(code), .. } => Ok(u8::try_from(code & 0xff).unwrap_or(u8::MAX)),

@@ -1,7 +1,7 @@
 //! Command lines that cannot be read: as the parser prints them for people, as JSON for scripts that asked for it.
 
 use crate::failure::{ExitStatus, Failure};
-use crate::output::print_notice;
+use crate::output::print_error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -19,12 +19,12 @@ pub(crate) fn report(error: &clap::Error, arguments: impl Iterator<Item = OsStri
     // Help and version, where they were asked for, are results.
     let is_error = error.use_stderr();
     if is_error && wants_json(&arguments) {
-        print_notice(&failure_of(error, &arguments).to_json().to_string());
+        print_error(&failure_of(error, &arguments).to_json().to_string());
     } else {
         // A closed standard output is no failure.
         let _ = error.print();
         if let Some(next) = renamed_command(error, &arguments) {
-            print_notice(&format!("\n  next: {next}"));
+            print_error(&format!("\n  next: {next}"));
         }
     }
     ExitCode::from(if is_error { ExitStatus::Usage.code() } else { 0 })

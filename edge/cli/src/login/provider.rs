@@ -6,7 +6,7 @@ use super::loopback::Loopback;
 use super::oauth_answer;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, BodyError, Trust};
-use crate::output::print_notice;
+use crate::output::Output;
 use crate::retry_after;
 use chrono::{DateTime, TimeDelta, Utc};
 use oauth2::basic::{BasicClient, BasicErrorResponseType, BasicTokenResponse};
@@ -219,7 +219,7 @@ impl Provider {
     }
 
     /// The device grant: the user confirms a code on another device.
-    pub(crate) async fn by_device(&self, endpoint: &str) -> Result<TokenGrant, Failure> {
+    pub(crate) async fn by_device(&self, endpoint: &str, out: Output) -> Result<TokenGrant, Failure> {
         let endpoint = DeviceAuthorizationUrl::new(endpoint.to_owned()).map_err(malformed)?;
         let client = self.client.clone().set_device_authorization_url(endpoint);
         let send = |request| self.exchange(request, Repeats::Always);
@@ -232,11 +232,9 @@ impl Provider {
         let at = device_authorization
             .verification_uri_complete()
             .map_or(device_authorization.verification_uri().as_str(), |url| url.secret());
-        print_notice(&format!("Open {}", crate::printable::plain(at)));
-        print_notice(&format!(
-            "and confirm the code {}",
-            crate::printable::plain(device_authorization.user_code().secret())
-        ));
+        let code = device_authorization.user_code().secret();
+        let [at, code] = [at, code].map(crate::printable::plain);
+        out.instruction(&format!("Open {at}\nand confirm the code {code}"), false);
         let mut request = client.exchange_device_access_token(&device_authorization);
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);
@@ -249,7 +247,13 @@ impl Provider {
     }
 
     /// The authorization code grant, in the user's browser, which is redirected to a loopback port.
-    pub(crate) async fn by_browser(&self, endpoint: &str, issuer: &str, opens: bool) -> Result<TokenGrant, Failure> {
+    pub(crate) async fn by_browser(
+        &self,
+        endpoint: &str,
+        issuer: &str,
+        opens: bool,
+        out: Output,
+    ) -> Result<TokenGrant, Failure> {
         let loopback = Loopback::bind().await?;
         let back = RedirectUrl::new(loopback.address().to_owned()).map_err(malformed)?;
         let authorization = AuthUrl::new(endpoint.to_owned()).map_err(malformed)?;
@@ -265,9 +269,10 @@ impl Provider {
             request = request.add_extra_param(name, value);
         }
         let (url, state) = request.url();
-        print_notice(&format!("Log in with your browser: {url}"));
-        if opens && open::that_detached(url.as_str()).is_err() {
-            print_notice("No browser could be opened here; open that address yourself.");
+        let is_open = opens && open::that_detached(url.as_str()).is_ok();
+        out.instruction(&format!("Log in with your browser: {url}"), is_open);
+        if opens && !is_open {
+            out.notice("No browser could be opened here; open that address yourself.");
         }
         let code = tokio::time::timeout(LOGIN_TIMEOUT, loopback.code(state.secret(), issuer))
             .await

@@ -7,7 +7,7 @@ use crate::completion;
 use crate::download;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
-use crate::output::print_raw_notice;
+use crate::output::print_raw;
 use crate::printable::plain;
 use crate::resource_ref::{RECORDING, Ref};
 use crate::terminal::io_threads;
@@ -79,7 +79,7 @@ pub(crate) async fn run(args: PlayArgs, api: &Api) -> Result<(), Failure> {
     raw.reset_modes();
     discard_typed(io::stdin());
     drop(raw);
-    played.map(|()| print_raw_notice("\r\n"))
+    played.map(|()| print_raw("\r\n"))
 }
 
 /// Downloads the whole recording to an unlinked file, so that a pause does not hold the connection open.

@@ -490,11 +490,13 @@ impl<'a> Session<'a> {
     }
 
     fn notice(&self, text: &str) {
-        crate::output::print_raw_notice(&format!("\r\n[gpuctl: {text}]\r\n"));
+        if !self.args.out.quiet {
+            crate::output::print_raw(&format!("\r\n[gpuctl: {text}]\r\n"));
+        }
     }
 
     fn help(&self) {
-        crate::output::print_raw_notice(&format!("\r\n{HELP}"));
+        crate::output::print_raw(&format!("\r\n{HELP}"));
     }
 
     fn suspend(&self) {

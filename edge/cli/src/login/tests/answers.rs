@@ -86,9 +86,10 @@ async fn login_by_password_or_device_takes_each_form_of_an_answer() {
     for grant in grants() {
         let (_, url) = ScriptedProvider::serve(device(json!("1")), [(200, grant.to_string())]).await;
         let password = "secret".to_owned().into();
-        for granted in
-            [client(&url).by_password("ann", &password).await, client(&url).by_device(&format!("{url}/device")).await]
-        {
+        for granted in [
+            client(&url).by_password("ann", &password).await,
+            client(&url).by_device(&format!("{url}/device"), OUT).await,
+        ] {
             let granted = granted.unwrap_or_else(|failure| panic!("{grant}: {failure}"));
             assert!(is_about_an_hour(&granted) && granted.refresh_token.is_some(), "{grant}");
         }
@@ -108,7 +109,7 @@ async fn faults_between_device_polls_do_not_end_the_login() {
     let logins = faults.into_iter().map(|fault| async move {
         let answers = [pending(), fault.clone(), (200, grants()[0].to_string())];
         let (provider, url) = ScriptedProvider::serve(device(json!(1)), answers).await;
-        let granted = client(&url).by_device(&format!("{url}/device")).await;
+        let granted = client(&url).by_device(&format!("{url}/device"), OUT).await;
         let granted = granted.unwrap_or_else(|failure| panic!("{fault:?}: {failure}"));
         assert_eq!((granted.access_token.expose_secret(), provider.sent("the-device")), ("access-1", 3), "{fault:?}");
     });
@@ -119,7 +120,7 @@ async fn faults_between_device_polls_do_not_end_the_login() {
 async fn device_login_that_the_user_denies_ends_at_once() {
     let denied = (400, json!({ "error": "access_denied", "error_description": null }).to_string());
     let (provider, url) = ScriptedProvider::serve(device(json!(1)), [denied]).await;
-    let failure = client(&url).by_device(&format!("{url}/device")).await.err().unwrap();
+    let failure = client(&url).by_device(&format!("{url}/device"), OUT).await.err().unwrap();
     assert_eq!((failure.exit_status, provider.sent("the-device")), (ExitStatus::LoggedOut, 1), "{failure}");
 }
 
