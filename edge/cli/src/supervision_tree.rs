@@ -6,7 +6,7 @@ use crate::failure::{ExitStatus, Failure};
 use crate::output::{Column, table_text};
 use crate::printable::{cell, plain};
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 /// The deepest level of workers that is shown; a deeper tree is truncated.
@@ -26,12 +26,18 @@ pub(crate) struct TreeArgs {
     /// Entities that failed too often, and nothing else.
     #[arg(long)]
     parked: bool,
+    /// With every worker of every member, whatever its state.
+    #[arg(long)]
+    workers: bool,
     /// With the entities, one by one.
     #[arg(long)]
     entities: bool,
-    /// With every member's shards one by one.
+    /// With every worker and every member's shards one by one.
     #[arg(long)]
     shards: bool,
+    /// With all workers, shards and entities.
+    #[arg(long)]
+    all: bool,
     /// The most entities to print.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     limit: u32,
@@ -52,25 +58,36 @@ const ENTITIES: [Column; 9] = [
 impl TreeArgs {
     /// Whether entities are listed: a service of any size has more than a screen shows.
     const fn lists_entities(&self) -> bool {
-        self.entities || self.kind.is_some() || self.state.is_some() || self.overdue || self.parked
+        self.entities || self.all || self.kind.is_some() || self.state.is_some() || self.overdue || self.parked
+    }
+
+    const fn extent(&self) -> Extent {
+        Extent { all_workers: self.workers || self.shards || self.all, all_entities: self.lists_entities() }
     }
 }
 
+/// What of the tree is printed beside members and counts: by default, what is in trouble.
+#[derive(Clone, Copy, Debug)]
+struct Extent {
+    all_workers: bool,
+    all_entities: bool,
+}
+
 pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
-    let lists_entities = args.lists_entities() || api.out.is_json();
+    let extent = args.extent();
     let mut query: Query<'_> = Vec::new();
     query.extend(args.kind.map(|kind| ("kind", kind)));
     query.extend(args.state.map(|state| ("state", state)));
-    for (name, wanted) in [("overdue", args.overdue), ("parked", args.parked), ("shards", args.shards)] {
+    for (name, wanted) in [("overdue", args.overdue), ("parked", args.parked), ("shards", args.shards || args.all)] {
         query.extend(wanted.then(|| (name, "true".to_owned())));
     }
-    let limit = if lists_entities { args.limit as usize } else { 1 };
-    let tree = read(&query, limit, api).await?;
+    // Without a filter, these are the ones that are overdue, parked or waiting.
+    let tree = read(&query, args.limit as usize, api).await?;
     if api.out.is_json() {
         return api.out.json(&tree);
     }
     let text = match (args.overdue, args.parked) {
-        (false, false) => drawn(&tree, lists_entities),
+        (false, false) => drawn(&tree, extent),
         (true, false) => entities_alone(&tree, "overdue"),
         (false, true) => entities_alone(&tree, "parked"),
         (true, true) => entities_alone(&tree, "overdue and parked"),
@@ -133,8 +150,13 @@ fn items<'a>(of: &'a Value, name: &str) -> &'a [Value] {
     of[name].as_array().map_or(&[], Vec::as_slice)
 }
 
+/// Whether an operator has to look at this entity.
+fn is_in_trouble(entity: &Value) -> bool {
+    entity["overdue"] == true || entity["status"] == "parked"
+}
+
 /// Writing to a string cannot fail.
-fn drawn(tree: &Value, lists_entities: bool) -> String {
+fn drawn(tree: &Value, extent: Extent) -> String {
     let mut text = String::new();
     for member in items(tree, "members") {
         let [name, id, shards, awake, waiting] =
@@ -147,7 +169,11 @@ fn drawn(tree: &Value, lists_entities: bool) -> String {
             "{name}  {id}  {shards} shards, {awake} entities awake, {waiting} commands waiting, keys: {}{clock}",
             keys.join(", ")
         );
-        below(&mut text, member, "root", 1);
+        if extent.all_workers {
+            below(&mut text, member, "root", 1);
+        } else {
+            workers_in_trouble(&mut text, member);
+        }
     }
     for silent in items(tree, "silent") {
         let _ = writeln!(text, "{}  lives, and did not answer", cell(silent));
@@ -157,29 +183,60 @@ fn drawn(tree: &Value, lists_entities: bool) -> String {
         let _ = writeln!(text, "{}", crate::overview::counts(kind, states));
     }
     let _ = writeln!(text, "overdue: {}, parked: {}", cell(&tree["overdue"]), cell(&tree["parked"]));
-    if !lists_entities {
-        text.push_str("The entities one by one: --entities, --kind KIND, --overdue or --parked.\n");
-        return text;
-    }
     let entities = items(tree, "entities");
-    if !entities.is_empty() {
-        let _ = writeln!(text, "\n{}", table_text(entities, &ENTITIES));
+    let shown: Vec<Value> =
+        entities.iter().filter(|entity| extent.all_entities || is_in_trouble(entity)).cloned().collect();
+    if !shown.is_empty() {
+        let _ = writeln!(text, "\n{}", table_text(&shown, &ENTITIES));
     }
-    more_notice(&mut text, tree);
+    // Those in trouble come first, so that more of them follow only where all that were read are in trouble.
+    if extent.all_entities || shown.len() == entities.len() {
+        more_notice(&mut text, tree);
+    }
+    if !extent.all_workers || !extent.all_entities {
+        text.push_str(
+            "Every worker: --workers. The entities one by one: --entities, --kind KIND, --overdue or --parked.\n",
+        );
+    }
     text
+}
+
+/// How many workers there are in each state, those that were restarted, and a line for each that does not run.
+fn workers_in_trouble(text: &mut String, member: &Value) {
+    let workers = items(member, "workers");
+    let mut states: BTreeMap<String, u64> = BTreeMap::new();
+    for worker in workers {
+        *states.entry(cell(&worker["state"])).or_default() += 1;
+    }
+    let states: Vec<_> = states.iter().map(|(state, count)| format!("{count} {state}")).collect();
+    let _ = write!(text, "  workers: {}", states.join(", "));
+    let restarted = workers.iter().filter(|worker| worker["restarts"].as_u64().is_some_and(|restarts| restarts > 0));
+    let restarted: Vec<_> =
+        restarted.map(|worker| format!("{} {}", cell(&worker["name"]), cell(&worker["restarts"]))).collect();
+    if !restarted.is_empty() {
+        let _ = write!(text, "; restarts: {}", restarted.join(", "));
+    }
+    text.push('\n');
+    for worker in workers.iter().filter(|worker| !matches!(worker["state"].as_str(), Some("running" | "idle"))) {
+        worker_line(text, worker, 2);
+    }
+}
+
+fn worker_line(text: &mut String, worker: &Value, depth: usize) {
+    let [name, state, what] = ["name", "state", "what"].map(|field| cell(&worker[field]));
+    let trouble = match &worker["last_error"] {
+        Value::Null => String::new(),
+        error => format!("  {} restarts, last: {}", cell(&worker["restarts"]), cell(error)),
+    };
+    let waits = queue(&worker["queue"]);
+    let _ = writeln!(text, "{}{name:<20} {state:<12} {what}{waits}{trouble}", "  ".repeat(depth));
 }
 
 fn below(text: &mut String, member: &Value, parent: &str, depth: usize) {
     for worker in items(member, "workers").iter().filter(|worker| worker["under"] == parent && depth < DEEPEST) {
-        let [name, state, what] = ["name", "state", "what"].map(|field| cell(&worker[field]));
-        let trouble = match &worker["last_error"] {
-            Value::Null => String::new(),
-            error => format!("  {} restarts, last: {}", cell(&worker["restarts"]), cell(error)),
-        };
-        let waits = queue(&worker["queue"]);
-        let _ = writeln!(text, "{}{name:<20} {state:<12} {what}{waits}{trouble}", "  ".repeat(depth));
+        worker_line(text, worker, depth);
         below(text, member, worker["name"].as_str().unwrap_or_default(), depth + 1);
-        if name == "entities" {
+        if worker["name"] == "entities" {
             for shard in items(member, "owned_shards") {
                 let [number, state, epoch, awake, waiting] =
                     ["shard", "state", "epoch", "awake", "mailbox_depth"].map(|field| cell(&shard[field]));
@@ -234,10 +291,42 @@ mod tests {
             "overdue": 1, "parked": 0, "truncated": true,
             "entities": [{ "kind": "node", "id": "0199", "member_name": "replica-1", "status": "awake", "state": "offline" }],
         });
-        insta::assert_snapshot!(drawn(&tree, true));
-        let without = drawn(&tree, false);
-        assert!(without.starts_with("replica-1  0197") && without.contains("node: 2 active, 1 offline"), "{without}");
-        assert!(!without.contains("KIND  ID") && without.ends_with("--overdue or --parked.\n"), "{without}");
+        insta::assert_snapshot!(drawn(&tree, Extent { all_workers: true, all_entities: true }));
+    }
+
+    #[test]
+    fn tree_without_a_flag_has_counts_and_what_is_in_trouble() {
+        let worker = |name: &str, state: &str, restarts: u64| {
+            json!({ "name": name, "under": "root", "state": state, "what": "does it", "restarts": restarts,
+                    "last_error": (restarts > 0).then_some("no route"), "queue": null })
+        };
+        let tree = json!({
+            "members": [{
+                "name": "replica-1", "id": "0197", "shards": 256, "awake": 3, "mailbox_depth": 2, "key_sets": { "node_ca": 4 },
+                "workers": [worker("entities", "running", 0), worker("committer-1", "idle", 0),
+                            worker("metrics", "running", 1), worker("relay", "parked", 9)],
+            }],
+            "entities_by_kind": { "node": { "active": 2, "offline": 1 } },
+            "overdue": 1, "parked": 1, "truncated": true,
+            "entities": [
+                { "kind": "node", "id": "0199", "member_name": "replica-1", "status": "parked", "state": "active" },
+                { "kind": "node", "id": "0198", "member_name": "replica-1", "status": "awake", "state": "offline", "overdue": true },
+                { "kind": "node", "id": "0197", "member_name": "replica-1", "status": "awake", "state": "enrolling", "overdue": false },
+            ],
+        });
+        insta::assert_snapshot!(drawn(&tree, Extent { all_workers: false, all_entities: false }), @r"
+        replica-1  0197  256 shards, 3 entities awake, 2 commands waiting, keys: node_ca 4
+          workers: 1 idle, 1 parked, 2 running; restarts: metrics 1, relay 9
+            relay                parked       does it  9 restarts, last: no route
+
+        node: 2 active, 1 offline
+        overdue: 1, parked: 1
+
+        KIND  ID    LIVES AT   STATUS  STATE    WAITS FOR  UNTIL  OVERDUE  LAST ERROR
+        node  0199  replica-1  parked  active   -          -      -        -
+        node  0198  replica-1  awake   offline  -          -      yes      -
+        Every worker: --workers. The entities one by one: --entities, --kind KIND, --overdue or --parked.
+        ");
     }
 
     #[test]
