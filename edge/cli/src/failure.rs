@@ -2,7 +2,8 @@
 
 use crate::argument_names::SelectedCommand;
 use crate::printable::plain;
-use crate::{DEFAULT_PROFILE, amount, argument_names, routes};
+use crate::{Arguments, DEFAULT_PROFILE, amount, argument_names, routes};
+use clap::CommandFactory as _;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::fmt::{self, Write as _};
@@ -135,13 +136,10 @@ impl Failure {
         self
     }
 
-    /// The failure whose next step logs in to the profile that the user named.
+    /// The failure whose next step is for the profile that the user named.
     #[must_use]
     pub(crate) fn of_profile(mut self, profile: &str) -> Self {
-        const LOGIN: &str = "gpuctl login";
-        if profile != DEFAULT_PROFILE {
-            self.next = self.next.map(|next| next.replace(LOGIN, &format!("{LOGIN} --profile {profile}")));
-        }
+        self.next = self.next.map(|next| with_profile(&next, profile));
         self
     }
 
@@ -171,6 +169,21 @@ impl Failure {
         }
         json!({ "error": error })
     }
+}
+
+/// The text with the profile in each command line of this program that it names.
+pub(crate) fn with_profile(text: &str, profile: &str) -> String {
+    if profile == DEFAULT_PROFILE {
+        return text.to_owned();
+    }
+    let program = Arguments::command();
+    let mut parts = text.split("gpuctl ");
+    let before = parts.next().unwrap_or_default().to_owned();
+    parts.fold(before, |shown, rest| {
+        let command = rest.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap_or_default();
+        let profile = program.find_subcommand(command).map(|_| format!("--profile {profile} ")).unwrap_or_default();
+        format!("{shown}gpuctl {profile}{rest}")
+    })
 }
 
 /// What to do where the service does not find something; [`Failure::in_words_of`] adds the command that lists it.
@@ -279,11 +292,22 @@ mod tests {
     }
 
     #[test]
-    fn next_step_logs_in_to_the_profile_of_the_command() {
+    fn next_step_is_for_the_profile_of_the_command() {
         let ended = || Failure::new(ExitStatus::LoggedOut, "your login has ended").next("Log in again: gpuctl login");
         assert_eq!(ended().of_profile("default").next.unwrap(), "Log in again: gpuctl login");
-        assert_eq!(ended().of_profile("staging").next.unwrap(), "Log in again: gpuctl login --profile staging");
+        assert_eq!(ended().of_profile("staging").next.unwrap(), "Log in again: gpuctl --profile staging login");
         assert_eq!(Failure::usage("x").of_profile("staging").next, None);
+        for (next, shown) in [
+            ("It goes on: gpuctl billing payment 7", "It goes on: gpuctl --profile staging billing payment 7"),
+            (
+                "Try `gpuctl whoami`, then gpuctl ssh a -- ls",
+                "Try `gpuctl --profile staging whoami`, then gpuctl --profile staging ssh a -- ls",
+            ),
+            ("Install gpuctl where you are.", "Install gpuctl where you are."),
+            ("Confirm it on the command line: --yes", "Confirm it on the command line: --yes"),
+        ] {
+            assert_eq!(Failure::usage("x").next(next).of_profile("staging").next.unwrap(), shown);
+        }
     }
 
     #[test]

@@ -237,7 +237,7 @@ fn main() -> ExitCode {
         Err(error) => return usage_error::report(&error, std::env::args_os().skip(1)),
     };
     let format = arguments.common.output;
-    let profile = profile_of(&arguments.common);
+    let profile = profile_of(arguments.common.profile.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime =
         runtime.map_err(|error| Failure::new(ExitStatus::Failed, format!("this machine gives no room: {error}")));
@@ -341,13 +341,13 @@ pub(crate) struct Connection {
 /// The profile where none is named.
 pub(crate) const DEFAULT_PROFILE: &str = "default";
 
-fn profile_of(common: &Common) -> String {
-    common.profile.clone().or_else(|| variable("SVC_PROFILE")).unwrap_or_else(|| DEFAULT_PROFILE.to_owned())
+fn profile_of(named: Option<String>) -> String {
+    named.or_else(|| variable("SVC_PROFILE")).unwrap_or_else(|| DEFAULT_PROFILE.to_owned())
 }
 
 impl Connection {
     fn of(common: Common) -> Result<Self, Failure> {
-        let profile = profile_of(&common);
+        let profile = profile_of(common.profile.clone());
         Ok(Self {
             server: common.server.or_else(|| variable("SVC_BASE_URL")),
             ca_bundle: common.ca_bundle.or_else(|| variable("SVC_CA_BUNDLE_PATH").map(PathBuf::from)),

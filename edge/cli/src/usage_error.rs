@@ -1,6 +1,6 @@
 //! Command lines that cannot be read: as the parser prints them for people, as JSON for scripts that asked for it.
 
-use crate::failure::{ExitStatus, Failure};
+use crate::failure::{ExitStatus, Failure, with_profile};
 use crate::output::print_error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
@@ -16,18 +16,28 @@ const RENAMED_COMMANDS: [(&str, &str, &str); 1] = [(
 /// Prints the error, or the help that was asked for, and returns the exit code.
 pub(crate) fn report(error: &clap::Error, arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<String> = arguments.map(|argument| argument.to_string_lossy().into_owned()).collect();
+    let profile = profile_in(&arguments);
     // Help and version, where they were asked for, are results.
     let is_error = error.use_stderr();
     if is_error && wants_json(&arguments) {
-        print_error(&failure_of(error, &arguments).to_json().to_string());
+        print_error(&failure_of(error, &arguments).of_profile(&profile).to_json().to_string());
     } else {
         // A closed standard output is no failure.
         let _ = error.print();
         if let Some(next) = renamed_command(error, &arguments) {
-            print_error(&format!("\n  next: {next}"));
+            print_error(&format!("\n  next: {}", with_profile(next, &profile)));
         }
     }
     ExitCode::from(if is_error { ExitStatus::Usage.code() } else { 0 })
+}
+
+/// The profile that the arguments name, or the environment, as far as arguments that cannot be parsed show it.
+fn profile_in(arguments: &[String]) -> String {
+    let own = arguments.split(|argument| argument == "--").next().unwrap_or_default();
+    let pairs = own.iter().zip(own.iter().skip(1));
+    let beside = pairs.into_iter().find(|(name, _)| *name == "--profile").map(|(_, value)| value.as_str());
+    let named = beside.or_else(|| own.iter().find_map(|argument| argument.strip_prefix("--profile=")));
+    named.map(str::to_owned).unwrap_or_else(|| crate::profile_of(None))
 }
 
 /// Whether the arguments ask for JSON, as far as arguments that cannot be parsed show it.
@@ -96,6 +106,16 @@ mod tests {
             assert!(next.contains("gpuctl nodes retire NODE --drain"), "{line}: {next}");
         }
         assert!(!failure("gpuctl skus drain x").next.unwrap_or_default().contains("--drain"));
+    }
+
+    #[test]
+    fn next_step_of_an_unreadable_command_line_is_for_its_profile() {
+        for line in ["--profile staging nodes drain x", "nodes drain x --profile=staging"] {
+            let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            assert_eq!(profile_in(&arguments), "staging", "{line}");
+        }
+        let next = failure("gpuctl nodes drain x").of_profile("staging").next.unwrap();
+        assert!(next.starts_with("gpuctl --profile staging nodes retire NODE --drain"), "{next}");
     }
 
     #[test]
