@@ -157,12 +157,12 @@ mod tests {
     use reqwest::StatusCode;
     use serde_json::json;
 
-    fn command(words: &str) -> clap::Command {
-        let words = words.split(' ').map(str::to_owned).chain(["--help".to_owned()]);
+    fn command(line: &str) -> clap::Command {
+        let names = line.split(' ').map(str::to_owned).chain(["--help".to_owned()]);
         let all = Arguments::command();
         let mut found = all;
-        for word in words.skip(1) {
-            let Some(sub) = found.find_subcommand(&word) else { break };
+        for name in names.skip(1) {
+            let Some(sub) = found.find_subcommand(&name) else { break };
             found = sub.clone();
         }
         found
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn message_names_the_arguments_of_the_command() {
-        for (words, message, shown) in [
+        for (line, message, shown) in [
             (
                 "gpuctl allocations create",
                 "ask for fewer, or wait with queue_seconds.",
@@ -226,7 +226,7 @@ mod tests {
                 "policy `billing.adjustment_max_minor` says so.",
             ),
         ] {
-            assert_eq!(with_argument_names(message, &command(words)), shown, "{words}");
+            assert_eq!(with_argument_names(message, &command(line)), shown, "{line}");
         }
     }
 

@@ -120,9 +120,9 @@ mod tests {
 
     #[test]
     fn arguments_before_the_cursor_select_the_profile() {
-        let words =
+        let typed =
             ["gpuctl", "--", "gpuctl", "--profile", "admin", "--server", "https://gpu.example", "nodes", "show", "01"];
-        let connection = connection(words.into_iter().map(OsString::from));
+        let connection = connection(typed.into_iter().map(OsString::from));
         let profile = connection.map(|connection| connection.store.profile().to_owned());
         assert_eq!(profile.as_deref(), Some("admin"));
     }

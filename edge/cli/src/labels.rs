@@ -125,8 +125,8 @@ mod tests {
         change: MetadataChange,
     }
 
-    fn patch(words: &[&str]) -> Value {
-        let given = Given::try_parse_from(["x"].iter().chain(words)).unwrap();
+    fn patch(arguments: &[&str]) -> Value {
+        let given = Given::try_parse_from(["x"].iter().chain(arguments)).unwrap();
         Value::Object(given.change.patch().unwrap())
     }
 
@@ -144,12 +144,12 @@ mod tests {
 
     #[test]
     fn contradictory_or_invalid_label_arguments_are_refused() {
-        for words in [["--label", "a=1", "--label", "a=2"], ["--label", "a=1", "--remove-label", "a"]] {
-            let given = Given::try_parse_from(["x"].iter().chain(&words)).unwrap();
-            assert!(given.change.patch().is_err(), "{words:?}");
+        for arguments in [["--label", "a=1", "--label", "a=2"], ["--label", "a=1", "--remove-label", "a"]] {
+            let given = Given::try_parse_from(["x"].iter().chain(&arguments)).unwrap();
+            assert!(given.change.patch().is_err(), "{arguments:?}");
         }
-        for words in [["--label", "a"], ["--label", "=1"], ["--label", ""]] {
-            assert!(Given::try_parse_from(["x"].iter().chain(&words)).is_err(), "{words:?}");
+        for arguments in [["--label", "a"], ["--label", "=1"], ["--label", ""]] {
+            assert!(Given::try_parse_from(["x"].iter().chain(&arguments)).is_err(), "{arguments:?}");
         }
         assert!(Given::try_parse_from(["x", "--name", "a", "--no-name"]).is_err());
     }

@@ -327,8 +327,8 @@ mod tests {
 
     #[test]
     fn unknown_event_is_refused_with_the_list_of_events() {
-        let words = ["gpuctl", "notification-endpoints", "create", "--email", "--event", "billing.low"];
-        let error = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap_err().to_string();
+        let command_line = ["gpuctl", "notification-endpoints", "create", "--email", "--event", "billing.low"];
+        let error = <crate::Arguments as clap::Parser>::try_parse_from(command_line).unwrap_err().to_string();
         assert!(EVENTS.iter().all(|event| error.contains(event)), "{error}");
     }
 }

@@ -211,8 +211,8 @@ async fn entity_is_restarted_by_a_unique_prefix_of_its_id() {
         .route("/api/v1/admin/runtime/entities/{kind}/{id}/restart", post(restart));
     let api = api(routes).await;
     let run = async |entity: &str| {
-        let words = ["gpuctl", "restart", entity, "--yes"];
-        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+        let command_line = ["gpuctl", "restart", entity, "--yes"];
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(command_line).unwrap();
         let crate::Command::Restart(args) = arguments.command else { panic!("{entity}") };
         crate::cluster::restart(args, &api).await
     };
@@ -254,9 +254,9 @@ async fn default_ssh_key_is_deleted_after_a_confirmation_alone() {
         .route(crate::resource_ref::SSH_KEY.path, get(list))
         .route("/api/v1/ssh-keys/{id}", axum::routing::delete(delete));
     let api = api(routes).await;
-    let run = async |words: &[&str]| {
-        let words = [&["gpuctl", "ssh-keys", "delete"], words].concat();
-        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+    let run = async |command_line: &[&str]| {
+        let command_line = [&["gpuctl", "ssh-keys", "delete"], command_line].concat();
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(command_line).unwrap();
         let crate::Command::SshKeys(command) = arguments.command else { panic!("another command") };
         crate::ssh_keys::run(command, &api).await
     };

@@ -195,8 +195,8 @@ async fn service_account_logs_in_with_its_key_and_renews_its_token() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::new(folder.path().to_owned(), "default").unwrap();
     let log_in = async |secret: &str| {
-        let words = ["gpuctl", "login", "--service-account", "sa-key", "--client-secret", secret];
-        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+        let command_line = ["gpuctl", "login", "--service-account", "sa-key", "--client-secret", secret];
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(command_line).unwrap();
         let (server, store) = (Some(server.clone()), store.clone());
         let connection = Connection { server, ca_bundle: None, token: None, key: None, store, out: OUT };
         crate::execute(arguments.command, connection).await

@@ -187,15 +187,15 @@ fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
 
 /// The command line, with `--yes` where the command would ask.
 fn arguments(route: &str, command: &str, key_file: &str) -> Vec<String> {
-    let mut words = vec!["gpuctl".to_owned()];
-    words.extend(command.split(' ').map(|word| value(word, route, key_file).to_owned()));
+    let mut command_line = vec!["gpuctl".to_owned()];
+    command_line.extend(command.split(' ').map(|word| value(word, route, key_file).to_owned()));
     let mut leaf = Arguments::command();
-    for word in &words[1..] {
+    for word in &command_line[1..] {
         let Some(sub) = leaf.find_subcommand(word) else { break };
         leaf = sub.clone();
     }
-    words.extend(leaf.get_arguments().any(|argument| argument.get_id() == "yes").then(|| "--yes".to_owned()));
-    words
+    command_line.extend(leaf.get_arguments().any(|argument| argument.get_id() == "yes").then(|| "--yes".to_owned()));
+    command_line
 }
 
 #[tokio::test]
@@ -215,8 +215,9 @@ async fn every_command_sends_its_request_as_described() {
         COMMANDS.iter().filter(|(route, _)| TESTED_ELSEWHERE.iter().all(|(tested, _)| tested != route))
     {
         api.requests.lock().unwrap().clear();
-        let words = arguments(route, command, key_file.to_str().unwrap());
-        let arguments = Arguments::try_parse_from(&words).unwrap_or_else(|error| panic!("{words:?}: {error}"));
+        let command_line = arguments(route, command, key_file.to_str().unwrap());
+        let arguments =
+            Arguments::try_parse_from(&command_line).unwrap_or_else(|error| panic!("{command_line:?}: {error}"));
         let connection = Connection {
             server: Some(server.clone()),
             ca_bundle: None,
@@ -239,7 +240,7 @@ async fn every_command_sends_its_request_as_described() {
             request = tokio::time::timeout(ASKS_WITHIN, request) => (request.ok(), None),
             ended = execute(arguments.command, connection) => (api.find(route), ended.err()),
         };
-        let request = request.unwrap_or_else(|| panic!("{words:?} does not ask for {route}: {failure:?}"));
+        let request = request.unwrap_or_else(|| panic!("{command_line:?} does not ask for {route}: {failure:?}"));
         expect_described(&description, route, &request);
     }
 }
@@ -279,8 +280,8 @@ fn expect_fits(description: &Value, schema: &Value, value: &Value, at: &str) {
         let choice = choices.iter().find(|choice| (choice["type"] == "null") == value.is_null());
         return expect_fits(description, choice.unwrap_or_else(|| panic!("{at}: {value}")), value, at);
     }
-    if let Some(words) = schema["enum"].as_array() {
-        assert!(words.contains(value), "{at}: {value} is none of {words:?}");
+    if let Some(allowed) = schema["enum"].as_array() {
+        assert!(allowed.contains(value), "{at}: {value} is none of {allowed:?}");
     }
     let is = |name: &str| {
         schema["type"] == name || schema["type"].as_array().is_some_and(|types| types.contains(&json!(name)))

@@ -16,8 +16,8 @@ fn without_room(store: &Store) -> Store {
     store
 }
 
-async fn run(words: &[&str], server: &str, store: &Store) -> Result<u8, Failure> {
-    let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+async fn run(command_line: &[&str], server: &str, store: &Store) -> Result<u8, Failure> {
+    let arguments = <crate::Arguments as clap::Parser>::try_parse_from(command_line).unwrap();
     let (server, store) = (Some(server.to_owned()), store.clone());
     let connection = Connection { server, ca_bundle: None, token: None, key: None, store, out: OUT };
     crate::execute(arguments.command, connection).await
