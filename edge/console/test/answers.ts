@@ -1,0 +1,17 @@
+// Answers of the control plane in place of the usual ones.
+import { mock } from "./setup.ts";
+
+/** As the API lists: the oldest first, by pages. */
+export function paged<T>(items: readonly T[], query: URLSearchParams): Response {
+  const from = Number(query.get("page_token") ?? 0);
+  const until = from + Number(query.get("limit") ?? 50);
+  return Response.json({ items: items.slice(from, until), next_page: until < items.length ? String(until) : null });
+}
+
+/** Answers GET requests of a path. */
+export function answers(path: string, answer: (query: URLSearchParams) => Response | Promise<Response>): void {
+  mock.overrides.push(({ url, method }) => {
+    const { pathname, searchParams } = new URL(url);
+    return method === "GET" && pathname === path ? answer(searchParams) : null;
+  });
+}
