@@ -22,7 +22,7 @@ pub struct Window {
 /// For how long, and for how many allocations, an end is remembered, because usage may arrive again after it. The ledger refuses a double
 /// charge in any case.
 const ENDED_RETENTION: TimeDelta = TimeDelta::hours(1);
-const MAX_ENDED_REMEMBERED: usize = 256;
+const MAX_ENDED_REMEMBERED: usize = 128;
 
 /// The next state of an account while a transition builds it, with its events and postings.
 #[derive(Clone, Debug)]

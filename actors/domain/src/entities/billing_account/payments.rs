@@ -10,6 +10,7 @@ use crate::id::{AllocationId, PaymentId, RefundId};
 use crate::ledger::{PostingKind, PostingSource, UsagePeriod};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, MicroAmount};
 use crate::policy::{PolicyKey, Scopes};
+use crate::resend_timer;
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use chrono::{SubsecRound, TimeDelta};
 use serde::{Deserialize, Serialize};
@@ -20,6 +21,11 @@ use std::collections::BTreeMap;
 /// apart, so that no command arrives after this time. The ledger refuses a double posting in any case.
 const POSTING_RETENTION: TimeDelta = TimeDelta::days(30);
 const MAX_POSTINGS_REMEMBERED: usize = 1024;
+/// What was posted is in the ledger: of it only the last ones are remembered, and those whose payment may not have been answered yet, so
+/// that the snapshot does not grow with the number of payments. A refusal is in no ledger, and is remembered for [`POSTING_RETENTION`].
+const MAX_POSTED_REMEMBERED: usize = 48;
+const POSTED_RETENTION: TimeDelta = TimeDelta::hours(3);
+const _: () = assert!(POSTED_RETENTION.num_seconds() > 2 * resend_timer::LONGEST.num_seconds());
 /// The bound of refunds of one allocation's cost.
 const MAX_REFUNDS: usize = 100;
 
@@ -263,6 +269,13 @@ impl AccountUpdate {
         let moved = &mut self.account.moved;
         moved.retain(|_, it| ctx.now < it.at + POSTING_RETENTION);
         moved.insert(name, PostingRecord { at: ctx.now, how });
+        let posted = moved.iter().filter(|(_, it)| matches!(it.how, PostingResult::Posted { .. }));
+        let mut posted: Vec<_> = posted.map(|(name, it)| (it.at, name.clone())).collect();
+        posted.sort_unstable();
+        let surplus = posted.len().saturating_sub(MAX_POSTED_REMEMBERED);
+        for (_, name) in posted.into_iter().take(surplus).filter(|(at, _)| *at + POSTED_RETENTION <= ctx.now) {
+            moved.remove(&name);
+        }
         while moved.len() > MAX_POSTINGS_REMEMBERED {
             let Some(oldest) = moved.iter().min_by_key(|(_, it)| it.at).map(|(name, _)| name.clone()) else { break };
             moved.remove(&oldest);

@@ -4,6 +4,7 @@
 mod coverage;
 mod credit;
 mod holder_plan;
+mod long_history;
 mod refunds;
 mod simulation;
 

@@ -3,6 +3,7 @@
 
 mod converted;
 mod event_order;
+mod long_history;
 mod refunds;
 mod refused_deposits;
 

@@ -113,3 +113,22 @@ fn forced_release_is_resent_to_a_node_that_missed_it() {
     let asked = forced.after_fact(Fact::Reserved { node_id: NODE, placed: placed() });
     asked.expect("released").publishes(&["provisioning.release_forced"]);
 }
+
+#[test]
+fn snapshot_after_a_thousand_failed_clean_ups_is_below_16_kib() {
+    let mut story = allocation().active().released_by_ann().policy(PolicyKey::AllocationReleaseMaxAttempts, 100);
+    for _ in 0..1_000 {
+        let detail = "not certainly gone: a file system below /home ".repeat(4);
+        let attempt = story.allocation.attempt();
+        let failed = Fact::CleanupFailed { node_id: NODE, attempt, reason: "cleanup_incomplete".into(), detail };
+        story = story.after_fact(failed);
+        let is_exhausted =
+            matches!(story.allocation.phase, Phase::ReleaseFailed { next: ReleaseRetry::Operator(_), .. });
+        story = match is_exhausted {
+            true => story.by(&admin(), Request::RetryRelease { reason: "repaired".into() }),
+            false => story.at_its_timer().ticked(),
+        };
+    }
+    let size = serde_json::to_string(&story.cleaned().expect("released").allocation).unwrap().len();
+    assert!(size < 16 * 1024, "{size}");
+}
