@@ -163,7 +163,9 @@ impl Sealer {
         .doing(DOING)?;
         // Read after the lock: an earlier sealer has committed by now.
         let query = format!(
-            "SELECT DISTINCT ON (shard) {} FROM audit_head WHERE shard = ANY ($1) ORDER BY shard, number DESC",
+            "SELECT head.* FROM unnest($1::smallint[]) AS held (shard) CROSS JOIN LATERAL (
+                 SELECT {} FROM audit_head WHERE audit_head.shard = held.shard ORDER BY number DESC LIMIT 1
+             ) AS head",
             SignedHead::COLUMNS
         );
         let rows = sqlx::query(sqlx::AssertSqlSafe(query)).bind(&held).fetch_all(connection).await.doing(DOING)?;

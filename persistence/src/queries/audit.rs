@@ -111,8 +111,10 @@ impl Reads {
     /// [`StoreError`]
     pub async fn audit_heads(&self) -> Result<Vec<SignedHead>, StoreError> {
         let rows = sqlx::query(
-            "SELECT DISTINCT ON (shard) shard, number, epoch, seq, hash, sealed_at, key_id, signature FROM audit_head
-             ORDER BY shard, number DESC",
+            "SELECT head.* FROM generate_series(0, 255) AS one (shard) CROSS JOIN LATERAL (
+                 SELECT shard, number, epoch, seq, hash, sealed_at, key_id, signature FROM audit_head
+                 WHERE audit_head.shard = one.shard ORDER BY number DESC LIMIT 1
+             ) AS head ORDER BY shard",
         )
         .fetch_all(&self.pool)
         .await;

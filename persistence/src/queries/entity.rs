@@ -8,7 +8,7 @@ use domain::id::{CommandId, EntityKind, EntityRef, NodeId, Shard, SkuId};
 use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use uuid::Uuid;
 
 /// An entity as it was last committed.
@@ -239,29 +239,18 @@ impl Reads {
         after: Option<Cursor>,
         limit: u32,
     ) -> Result<RowPage<ListedEntity, Cursor>, StoreError> {
-        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
-        query.push(" WHERE kind = ").push_bind(kind.as_str());
-        if let Some(owner) = &filter.owner {
-            query.push(" AND owner = ").push_bind(owner);
+        let mut query = QueryBuilder::<Postgres>::new("");
+        // Of each state by itself, since an index has the order of the list within one state.
+        let states: BTreeSet<_> = filter.states.iter().map(String::as_str).collect();
+        if states.len() < 2 {
+            push_list(&mut query, kind, filter, states.first().copied(), after, limit);
+        } else {
+            for (n, state) in states.into_iter().enumerate() {
+                query.push(if n == 0 { "(" } else { ") UNION ALL (" });
+                push_list(&mut query, kind, filter, Some(state), after, limit);
+            }
+            query.push(") ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
         }
-        if !filter.states.is_empty() {
-            query.push(" AND state = ANY (").push_bind(&filter.states).push(")");
-        }
-        if let Some(sku) = filter.sku {
-            query.push(" AND sku = ").push_bind(sku);
-        }
-        for term in &filter.terms {
-            query.push(" AND id IN (SELECT entity FROM term WHERE term = ").push_bind(term).push(")");
-        }
-        if let Some(after) = after {
-            query
-                .push(" AND (created_at, id) > (")
-                .push_bind(after.created_at)
-                .push(", ")
-                .push_bind(after.id)
-                .push(")");
-        }
-        query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
         let rows = self.read_pool.fetch_all(query.build()).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(|row| self.listed_row(row)).collect());
         let place = |row: &ListedEntity| Cursor { created_at: row.created_at, id: row.entity.id };
@@ -432,6 +421,34 @@ impl Reads {
         };
         Ok(rows.into_iter().filter_map(known).collect())
     }
+}
+
+/// A page of the entities that the filter admits, in one of its states or in any.
+fn push_list(
+    query: &mut QueryBuilder<Postgres>,
+    kind: EntityKind,
+    filter: &ListFilter,
+    state: Option<&str>,
+    after: Option<Cursor>,
+    limit: u32,
+) {
+    query.push(COLUMNS).push(" WHERE kind = ").push_bind(kind.as_str());
+    if let Some(state) = state {
+        query.push(" AND state = ").push_bind(state);
+    }
+    if let Some(owner) = &filter.owner {
+        query.push(" AND owner = ").push_bind(owner);
+    }
+    if let Some(sku) = filter.sku {
+        query.push(" AND sku = ").push_bind(sku);
+    }
+    for term in &filter.terms {
+        query.push(" AND id IN (SELECT entity FROM term WHERE term = ").push_bind(term).push(")");
+    }
+    if let Some(after) = after {
+        query.push(" AND (created_at, id) > (").push_bind(after.created_at).push(", ").push_bind(after.id).push(")");
+    }
+    query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
 }
 
 /// A kind that a newer release writes.

@@ -42,49 +42,105 @@ pub struct WaitingFilter {
     pub after: Option<WaitingPosition>,
 }
 
+const COLUMNS: &str = "
+    SELECT entity.id, entity.kind, entity.shard, entity.version, entity.state, entity.updated_at, deadline.wake_at, deadline.deadline_at,
+           deadline.reason";
+
 impl Reads {
-    /// Entities by deadline, the nearest first. With neither kind, state nor ids: only those that have a deadline.
+    /// Entities by deadline, the nearest first, and those without one after them, the oldest first. With neither kind, state nor ids: only
+    /// those that have a deadline. Of `ids`, those without a deadline are in the order of their ids.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn waiting(&self, filter: &WaitingFilter, limit: u32) -> Result<Vec<WaitingEntity>, StoreError> {
-        let mut query = QueryBuilder::<Postgres>::new(
-            "SELECT entity.id, entity.kind, entity.shard, entity.version, entity.state, entity.updated_at,
-                    deadline.wake_at, deadline.deadline_at, deadline.reason
-             FROM entity LEFT JOIN deadline ON deadline.entity = entity.id WHERE entity.kind = ANY (",
-        );
-        let kinds: Vec<&str> = EntityKind::ALL.iter().map(|kind| kind.as_str()).collect();
-        query.push_bind(kinds).push(")");
-        if let Some(kind) = filter.kind {
-            query.push(" AND entity.kind = ").push_bind(kind.as_str());
-        }
-        if let Some(state) = &filter.state {
-            query.push(" AND entity.state = ").push_bind(state);
-        }
-        if let Some(ids) = &filter.ids {
-            query.push(" AND entity.id = ANY (").push_bind(ids).push(")");
-        }
-        if let Some(at) = filter.overdue_at {
-            query.push(" AND deadline.deadline_at < ").push_bind(at);
-        } else if filter.kind.is_none() && filter.state.is_none() && filter.ids.is_none() {
-            query.push(" AND deadline.deadline_at IS NOT NULL");
-        }
-        match filter.after {
-            Some(WaitingPosition { deadline_at: Some(at), id }) => {
-                query.push(" AND ((deadline.deadline_at, entity.id) > (").push_bind(at).push(", ").push_bind(id);
-                query.push(") OR deadline.deadline_at IS NULL)");
-            }
-            Some(WaitingPosition { deadline_at: None, id }) => {
-                query.push(" AND deadline.deadline_at IS NULL AND entity.id > ").push_bind(id);
-            }
-            None => {}
-        }
-        query.push(" ORDER BY deadline.deadline_at NULLS LAST, entity.id LIMIT ");
         // One more than a page shows whether there is another page.
-        query.push_bind(i64::from(limit.clamp(1, PAGE_MAX + 1)));
+        let limit = i64::from(limit.clamp(1, PAGE_MAX + 1));
+        let mut rows = Vec::new();
+        if let Some(ids) = &filter.ids {
+            return self.read_waiting(among(filter, ids, limit)).await;
+        }
+        if filter.after.is_none_or(|after| after.deadline_at.is_some()) {
+            rows = self.read_waiting(with_deadline(filter, limit)).await?;
+        }
+        let has_others = filter.overdue_at.is_none() && (filter.kind.is_some() || filter.state.is_some());
+        let room = limit.saturating_sub(i64::try_from(rows.len()).unwrap_or(i64::MAX));
+        if has_others && room > 0 {
+            rows.extend(self.read_waiting(without_deadline(filter, room)).await?);
+        }
+        Ok(rows)
+    }
+
+    async fn read_waiting(&self, mut query: QueryBuilder<Postgres>) -> Result<Vec<WaitingEntity>, StoreError> {
         let rows = query.build().fetch_all(&self.pool).await;
         rows.and_then(|rows| rows.iter().map(waiting).collect()).doing("reading what waits")
     }
+}
+
+/// The kinds that are asked for: all that this release knows, where the filter names none.
+fn kinds(filter: &WaitingFilter) -> Vec<&'static str> {
+    filter.kind.map_or(EntityKind::ALL.to_vec(), |kind| vec![kind]).into_iter().map(EntityKind::as_str).collect()
+}
+
+/// Entities that have a deadline, in the order of the deadline index.
+fn with_deadline(filter: &WaitingFilter, limit: i64) -> QueryBuilder<Postgres> {
+    let mut query = QueryBuilder::new(COLUMNS);
+    query.push(" FROM deadline JOIN entity ON entity.id = deadline.entity WHERE deadline.deadline_at IS NOT NULL");
+    query.push(" AND entity.kind = ANY (").push_bind(kinds(filter)).push(")");
+    if let Some(state) = &filter.state {
+        query.push(" AND entity.state = ").push_bind(state);
+    }
+    if let Some(at) = filter.overdue_at {
+        query.push(" AND deadline.deadline_at < ").push_bind(at);
+    }
+    if let Some(WaitingPosition { deadline_at: Some(at), id }) = filter.after {
+        query.push(" AND (deadline.deadline_at, deadline.entity) > (").push_bind(at).push(", ").push_bind(id).push(")");
+    }
+    query.push(" ORDER BY deadline.deadline_at, deadline.entity LIMIT ").push_bind(limit);
+    query
+}
+
+/// Entities that have none, oldest first: of each kind in the order of its list.
+fn without_deadline(filter: &WaitingFilter, limit: i64) -> QueryBuilder<Postgres> {
+    let mut query = QueryBuilder::new("SELECT found.* FROM unnest(");
+    query.push_bind(kinds(filter)).push(") AS wanted (kind) CROSS JOIN LATERAL (").push(COLUMNS);
+    query.push(", entity.created_at FROM entity LEFT JOIN deadline ON deadline.entity = entity.id");
+    query.push(" WHERE entity.kind = wanted.kind AND deadline.deadline_at IS NULL");
+    if let Some(state) = &filter.state {
+        query.push(" AND entity.state = ").push_bind(state);
+    }
+    if let Some(WaitingPosition { deadline_at: None, id }) = filter.after {
+        // After one that was removed meanwhile, the list begins again.
+        query.push(" AND (entity.created_at, entity.id) > (coalesce((SELECT created_at FROM entity WHERE id = ");
+        query.push_bind(id).push("), '-infinity'), ").push_bind(id).push(")");
+    }
+    query.push(" ORDER BY entity.created_at, entity.id LIMIT ").push_bind(limit);
+    query.push(") AS found ORDER BY created_at, id LIMIT ").push_bind(limit);
+    query
+}
+
+/// Those of these entities that the filter admits.
+fn among(filter: &WaitingFilter, ids: &[uuid::Uuid], limit: i64) -> QueryBuilder<Postgres> {
+    let mut query = QueryBuilder::new(COLUMNS);
+    query.push(" FROM entity LEFT JOIN deadline ON deadline.entity = entity.id WHERE entity.id = ANY (");
+    query.push_bind(ids).push(") AND entity.kind = ANY (").push_bind(kinds(filter)).push(")");
+    if let Some(state) = &filter.state {
+        query.push(" AND entity.state = ").push_bind(state);
+    }
+    if let Some(at) = filter.overdue_at {
+        query.push(" AND deadline.deadline_at < ").push_bind(at);
+    }
+    match filter.after {
+        Some(WaitingPosition { deadline_at: Some(at), id }) => {
+            query.push(" AND ((deadline.deadline_at, entity.id) > (").push_bind(at).push(", ").push_bind(id);
+            query.push(") OR deadline.deadline_at IS NULL)");
+        }
+        Some(WaitingPosition { deadline_at: None, id }) => {
+            query.push(" AND deadline.deadline_at IS NULL AND entity.id > ").push_bind(id);
+        }
+        None => {}
+    }
+    query.push(" ORDER BY deadline.deadline_at NULLS LAST, entity.id LIMIT ").push_bind(limit);
+    query
 }
 
 fn waiting(row: &PgRow) -> Result<WaitingEntity, sqlx::Error> {

@@ -67,28 +67,32 @@ impl Reads {
         Ok(Inspection { transaction: begun.doing("beginning an inspection")? })
     }
 
-    /// Counts waiting entities in the deadline index, which has exactly their size.
+    /// Counts waiting entities: those without a node in the index of states, and those past their deadline in the deadline index.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn waiting_counts(&self, shards: &[Shard]) -> Result<WaitingCounts, StoreError> {
+        const DOING: &str = "counting what waits";
+        let requested: i64 = sqlx::query_scalar(
+            "SELECT count(*) FROM entity WHERE kind = 'allocation' AND state = 'requested' AND shard = ANY ($1)",
+        )
+        .bind(numbers(shards))
+        .fetch_one(&self.pool)
+        .await
+        .doing(DOING)?;
         let rows = sqlx::query(
-            "SELECT deadline.kind, count(*) FILTER (WHERE deadline.kind = 'allocation' AND entity.state = 'requested') AS requested,
-                    count(*) FILTER (WHERE deadline.deadline_at < now()) AS overdue
-             FROM deadline JOIN entity ON entity.id = deadline.entity
-             WHERE deadline.shard = ANY ($1) GROUP BY deadline.kind",
+            "SELECT kind, count(*) AS overdue FROM deadline WHERE deadline_at < now() AND shard = ANY ($1) GROUP BY kind",
         )
         .bind(numbers(shards))
         .fetch_all(&self.pool)
         .await
-        .doing("counting what waits")?;
-        let mut standing = WaitingCounts::default();
+        .doing(DOING)?;
+        let mut standing = WaitingCounts { requested: requested.unsigned_abs(), ..WaitingCounts::default() };
         for row in &rows {
             // Kinds of a newer release are left out.
             let Ok(kind) = kind(row) else { continue };
-            let count = |name: &str| row.try_get::<i64, _>(name).map(i64::unsigned_abs).doing("counting what waits");
-            standing.requested += count("requested")?;
-            standing.overdue.insert(kind, count("overdue")?);
+            let count = row.try_get::<i64, _>("overdue").map(i64::unsigned_abs).doing(DOING)?;
+            standing.overdue.insert(kind, count);
         }
         Ok(standing)
     }
