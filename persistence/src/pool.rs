@@ -102,8 +102,9 @@ fn pool_of(config: &PoolConfig, options: PgConnectOptions) -> PgPool {
             let settings = settings.clone();
             Box::pin(async move {
                 match settings.apply(connection).await {
-                    // The library logs what fails here as an error. A connection that was lost meanwhile fails its statement.
-                    Err(error) if !ended_sessions::ends_sessions(&error) => Err(error),
+                    // The library logs what fails here as an error. A connection that was lost meanwhile fails its statement. One that still
+                    // answers would serve without its time-outs, and is refused.
+                    Err(error) if !ended_sessions::has_closed_session(&error) => Err(error),
                     Ok(()) | Err(_) => Ok(()),
                 }
             })

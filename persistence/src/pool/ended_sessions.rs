@@ -2,7 +2,7 @@
 //! another client, leave sessions that answer and fail. The error of every statement is observed ([`observe`]). One of these kinds ends the
 //! session that it came from and all that were opened before it, in every pool of the process: each is closed when it is next taken.
 
-use sqlx::postgres::PgDatabaseError;
+use sqlx::postgres::{PgDatabaseError, PgSeverity};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -63,6 +63,20 @@ pub(crate) fn ends_sessions(error: &sqlx::Error) -> bool {
     }
 }
 
+/// Whether the session of this error answers no further statement: its connection is lost, or the server has closed it (PostgreSQL, 20.8.2,
+/// severities FATAL and PANIC).
+#[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: the session may answer after what else is there")]
+pub(crate) fn has_closed_session(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_) => true,
+        sqlx::Error::Database(error) => {
+            let severity = error.try_downcast_ref::<PgDatabaseError>().map(PgDatabaseError::severity);
+            matches!(severity, Some(PgSeverity::Fatal | PgSeverity::Panic))
+        }
+        _ => false,
+    }
+}
+
 /// By its SQLSTATE (PostgreSQL, appendix A), and the routine of the server that raised it: messages are in the server's language.
 fn code_ends_sessions(code: &str, routine: Option<&str>) -> bool {
     match code {
@@ -97,6 +111,13 @@ mod tests {
         assert!(!code_ends_sessions("0A000", Some("transformLockingClause")));
         assert!(ends_sessions(&sqlx::Error::Io(std::io::ErrorKind::BrokenPipe.into())));
         assert!(!ends_sessions(&sqlx::Error::RowNotFound) && !ends_sessions(&sqlx::Error::PoolTimedOut));
+    }
+
+    #[test]
+    fn lost_connection_answers_no_further_statement_and_that_of_a_garbled_answer_may() {
+        assert!(has_closed_session(&sqlx::Error::Io(std::io::ErrorKind::ConnectionReset.into())));
+        assert!(!has_closed_session(&sqlx::Error::Protocol("an unexpected message".into())));
+        assert!(!has_closed_session(&sqlx::Error::PoolTimedOut));
     }
 
     #[test]

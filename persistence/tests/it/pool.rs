@@ -6,6 +6,7 @@ use persistence::Reads;
 use persistence::pool::{ConnectionError, PoolConfig, check_connection, open, renew_credentials};
 use secrecy::ExposeSecret as _;
 use sqlx::{AssertSqlSafe, PgPool};
+use std::time::Duration;
 
 /// A role of this database that may do what its owner may.
 async fn create_role(db: &TestDatabase, role: &str, password: &str) {
@@ -66,6 +67,48 @@ async fn socket_of_the_proxy_that_others_remove_is_made_again() {
     tokio::time::timeout(std::time::Duration::from_secs(10), is_back).await.expect("new connections are made");
     let stays: bool = sqlx::query_scalar("SELECT true").fetch_one(&mut *held).await.unwrap();
     assert!(stays, "open connections stay");
+}
+
+/// A function that shadows the server's own of that name, for new sessions of this database, and raises this error.
+async fn shadow_set_config(db: &TestDatabase, error: &str) {
+    let name = db.name();
+    let statement = format!(
+        "CREATE SCHEMA IF NOT EXISTS shadow;
+         CREATE OR REPLACE FUNCTION shadow.set_config(text, text, boolean) RETURNS text LANGUAGE plpgsql AS $$
+         BEGIN {error} END $$;
+         ALTER DATABASE {name} SET search_path = shadow, pg_catalog, public"
+    );
+    db.execute_raw(&statement).await;
+}
+
+#[tokio::test]
+async fn connection_whose_time_outs_cannot_be_set_is_refused_for_lack_of_resources_too() {
+    let store = TestStore::new().await;
+    let config = PoolConfig { acquire_timeout: Duration::from_millis(800), ..store.db.pool_config() };
+    for code in ["53200", "53100", "25006", "08P01"] {
+        shadow_set_config(&store.db, &format!("RAISE EXCEPTION 'a test' USING ERRCODE = '{code}';")).await;
+        let pool = open(&config).unwrap();
+        assert!(pool.acquire().await.is_err(), "{code}: it serves without its time-outs");
+    }
+    // The same pool serves as soon as there is memory again.
+    let pool = open(&PoolConfig { acquire_timeout: Duration::from_secs(60), ..config }).unwrap();
+    let (user, ()) = tokio::join!(user(&pool), async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        store.db.execute_raw("DROP FUNCTION shadow.set_config(text, text, boolean)").await;
+    });
+    user.unwrap();
+}
+
+#[tokio::test]
+async fn session_that_the_server_closes_while_its_time_outs_are_set_fails_its_first_statement() {
+    let store = TestStore::new().await;
+    let config = PoolConfig { acquire_timeout: Duration::from_secs(10), ..store.db.pool_config() };
+    shadow_set_config(&store.db, "PERFORM pg_terminate_backend(pg_backend_pid()); RETURN '';").await;
+    let pool = open(&config).unwrap();
+    // The pool logs no error for it.
+    let mut connection = pool.acquire().await.expect("it is given out");
+    let failed = sqlx::query("SELECT 1").execute(&mut *connection).await;
+    assert!(failed.is_err(), "the session is closed");
 }
 
 #[tokio::test]
