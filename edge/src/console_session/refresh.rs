@@ -3,12 +3,12 @@
 
 use chrono::{DateTime, Utc};
 use domain::BrowserSessionId;
-use domain::browser_session::{BrowserSession, Fact, RefreshState, Reply};
+use domain::browser_session::{BrowserSession, Fact, REFRESH_NOTICE, RefreshState, Reply};
 use secrecy::ExposeSecret as _;
 use std::time::Duration;
 use tokio::time::Instant;
 
-use super::tell;
+use super::{ASK_TIMEOUT, tell};
 use crate::app_state::AppState;
 use crate::app_state::read_model::wait_until;
 use crate::auth::browser_session::{SessionTokens, session_ended};
@@ -23,8 +23,16 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// The life of an access token that does not say it, and cannot be verified at the moment.
 const UNKNOWN_LIFE: Duration = Duration::from_secs(60);
 
-/// How long issued tokens are sent to the session's entity again where it does not answer: a takeover by another replica takes less.
-const STORE_FOR: Duration = Duration::from_secs(60);
+/// How long issued tokens are sent to the session's entity again where it does not answer: longer than most outages of the database take.
+const STORE_FOR: Duration = Duration::from_mins(15);
+const FIRST_STORE_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_STORE_PAUSE: Duration = Duration::from_secs(2);
+
+// Tokens are sent at least once within the notice of the next refresh.
+const _: () = assert!(
+    ASK_TIMEOUT.num_seconds() + LONGEST_STORE_PAUSE.as_secs().cast_signed() < REFRESH_NOTICE.num_seconds(),
+    "the notice is too short"
+);
 
 /// Refreshes the tokens beside the request, which goes on with those that it has.
 pub(super) fn spawn_ahead(app: &AppState, session: &BrowserSession) {
@@ -55,7 +63,10 @@ pub(super) async fn refreshed(app: &AppState, session: BrowserSession) -> Result
             Reply::Leased { attempt, session } => {
                 // In a task of its own: the tokens, which the provider issues once, are not lost with a client that goes away.
                 let refresh = tokio::spawn(run(app.clone(), attempt, *session));
-                return refresh.await.map_err(ApiError::internal)?;
+                return match tokio::time::timeout_at(end, refresh).await {
+                    Ok(refreshed) => refreshed.map_err(ApiError::internal)?,
+                    Err(_) => Err(ApiError::unavailable("the refreshed tokens could not be stored yet")),
+                };
             }
             Reply::Wait | Reply::Done if Instant::now() >= end => return Err(away(seen)),
             Reply::Wait | Reply::Done => {
@@ -99,14 +110,32 @@ async fn run(app: AppState, attempt: u32, session: BrowserSession) -> Result<Bro
 
 /// Reports the answer until it is stored: the provider has issued these tokens once, and the ones before them are spent.
 async fn stored(app: &AppState, id: BrowserSessionId, fact: Fact) -> Result<Reply, ApiError> {
-    let end = Instant::now() + STORE_FOR;
+    let begin = Instant::now();
+    let (end, mut pause) = (begin + STORE_FOR, FIRST_STORE_PAUSE);
+    let mut is_delayed = false;
     loop {
         match tell(app, id, fact.clone()).await {
             Err(error) if error.code() == Code::ServiceUnavailable && Instant::now() < end => {
-                tracing::info!(%error, session.id = %id, "the answer of a refresh is sent to its session again");
-                tokio::time::sleep(STEP).await;
+                if !is_delayed {
+                    let cause = error.cause();
+                    tracing::info!(cause, session.id = %id, "the answer of a refresh cannot be stored, and is sent to its session again");
+                }
+                is_delayed = true;
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_STORE_PAUSE);
             }
-            outcome => return outcome,
+            Err(error) if error.code() == Code::ServiceUnavailable => {
+                let cause = error.cause();
+                tracing::warn!(cause, session.id = %id, "the answer of a refresh could not be stored: its user may have to log in again");
+                return Err(error);
+            }
+            outcome => {
+                if is_delayed {
+                    let seconds = begin.elapsed().as_secs_f64();
+                    tracing::info!(seconds, session.id = %id, "the answer of a refresh was received by its session");
+                }
+                return outcome;
+            }
         }
     }
 }

@@ -6,7 +6,10 @@
 //! ```
 //!
 //! Its tokens are refreshed by one holder of a lease at a time, so that all tabs and replicas cause one call to the provider. A lease ends by
-//! itself, where the replica that held it was killed. The tokens are removed with the end of the session.
+//! itself, where the replica that held it was killed. The holder may also have tokens that it could not store, since the database was down:
+//! the ones before them are spent then, and a provider that sees them again may revoke all of them (RFC 9700, section 4.14.2). So the first
+//! refresh that finds a lease over only gives notice ([`REFRESH_NOTICE`]), in a commit that shows that the database serves again
+//! (decisions/0099). The tokens are removed with the end of the session.
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Principal, ResourceOwner};
@@ -28,8 +31,12 @@ mod request;
 pub use fact::Fact;
 pub use request::{Opening, Request};
 
-/// How long a refresh may take until another replica begins one: longer than the timeout of the call to the identity provider.
+/// How long a refresh may take until another replica gives notice of the next one: longer than the timeout of the call to the identity
+/// provider.
 pub const REFRESH_LEASE: TimeDelta = TimeDelta::seconds(15);
+
+/// How long the holder of a lease that is over may still store its tokens, from the notice on: longer than it takes to send them again.
+pub const REFRESH_NOTICE: TimeDelta = TimeDelta::seconds(12);
 
 /// The pause after a refresh, whatever its outcome.
 pub const REFRESH_PAUSE: TimeDelta = TimeDelta::seconds(1);
@@ -91,8 +98,14 @@ impl fmt::Debug for SecretDigest {
 pub enum RefreshState {
     /// No refresh runs, and the next one may begin at this time.
     Idle { not_before: Timestamp },
-    /// The refresh of that number runs. Another one may begin when the lease ends.
-    Leased { attempt: u32, until: Timestamp },
+    /// The refresh of that number runs until this time. Its end is followed by a notice, and the end of the notice by another refresh.
+    Leased {
+        attempt: u32,
+        until: Timestamp,
+        /// Whether its notice was given.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        is_overdue: bool,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -66,6 +66,8 @@ pub struct LoginFaults {
     pub is_away: bool,
     /// The token endpoint does not answer refreshes.
     pub refreshes_hang: bool,
+    /// A refresh token that is sent again ends its login at the provider (RFC 9700, section 4.14.2).
+    pub reuse_ends_login: bool,
     /// The life of access tokens, in seconds.
     pub token_seconds: Option<i64>,
 }
@@ -80,6 +82,7 @@ struct Logins {
     sessions: Vec<ProviderSession>,
     codes: Vec<AuthorizationCode>,
     refresh_tokens: Vec<RefreshToken>,
+    spent_refresh_tokens: Vec<RefreshToken>,
     refresh_calls: u64,
     faults: LoginFaults,
 }
@@ -210,8 +213,20 @@ impl BrowserLogins {
 
     fn take_refresh_token(&self, client: LoginClient, token: &str) -> Option<ProviderSession> {
         let mut logins = self.lock();
-        let at = logins.refresh_tokens.iter().position(|known| known.client == client && same(&known.token, token))?;
-        Some(logins.refresh_tokens.remove(at).session)
+        let is_it = |known: &RefreshToken| known.client == client && same(&known.token, token);
+        let Some(at) = logins.refresh_tokens.iter().position(is_it) else {
+            let reused = logins.spent_refresh_tokens.iter().find(|known| is_it(known));
+            let session = reused.filter(|_| logins.faults.reuse_ends_login).map(|known| known.session.id.clone());
+            drop(logins);
+            if let Some(id) = session {
+                self.end_sessions(|session| session.id == id);
+            }
+            return None;
+        };
+        let spent = logins.refresh_tokens.remove(at);
+        let session = spent.session.clone();
+        push(&mut logins.spent_refresh_tokens, spent);
+        Some(session)
     }
 
     fn issue_refresh_token(&self, client: LoginClient, session: ProviderSession) -> String {

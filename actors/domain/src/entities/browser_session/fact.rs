@@ -1,6 +1,8 @@
 //! What replicas report to a browser session: the requests of its browser, and the answers of the identity provider.
 
-use super::{BrowserSession, EndReason, REFRESH_LEASE, REFRESH_PAUSE, RefreshState, Rejection, Reply, limits};
+use super::{
+    BrowserSession, EndReason, REFRESH_LEASE, REFRESH_NOTICE, REFRESH_PAUSE, RefreshState, Rejection, Reply, limits,
+};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
@@ -71,9 +73,16 @@ impl BrowserSession {
             RefreshState::Idle { not_before: wait } | RefreshState::Leased { until: wait, .. } if ctx.now < wait => {
                 Transition::stay(Reply::Wait)
             }
-            RefreshState::Idle { .. } | RefreshState::Leased { .. } => {
+            // Its holder may have the only tokens that are valid, and sends them as soon as they can be stored.
+            RefreshState::Leased { attempt, is_overdue: false, .. } => {
+                let refresh = RefreshState::Leased { attempt, until: ctx.now + REFRESH_NOTICE, is_overdue: true };
+                let next = Self { refresh, ..self.clone() };
+                Transition::to(next, Reply::Wait, format!("refresh {attempt} of its tokens is overdue"))
+            }
+            RefreshState::Idle { .. } | RefreshState::Leased { is_overdue: true, .. } => {
                 let attempt = self.refreshes.saturating_add(1);
-                let refresh = RefreshState::Leased { attempt, until: ctx.now + REFRESH_LEASE };
+                let until = ctx.now + REFRESH_LEASE;
+                let refresh = RefreshState::Leased { attempt, until, is_overdue: false };
                 let next = Self { refreshes: attempt, refresh, ..self.clone() };
                 let reply = Reply::Leased { attempt, session: Box::new(next.clone()) };
                 Transition::to(next, reply, format!("refresh {attempt} of its tokens began"))

@@ -169,18 +169,37 @@ fn two_replicas_that_need_a_token_cause_one_refresh() {
 }
 
 #[test]
-fn refresh_of_a_killed_replica_is_begun_again_after_its_lease() {
+fn refresh_of_a_killed_replica_is_begun_again_after_its_lease_and_a_notice() {
     let leased = decide(&replica(), Some(&opened()), begin(), after(290)).unwrap().next.unwrap();
     let early = decide(&replica(), Some(&leased), begin(), after(304)).unwrap();
-    assert_eq!(early.reply, Reply::Wait);
-    let step = decide(&replica(), Some(&leased), begin(), after(305)).unwrap();
+    assert_eq!((early.reply, early.next), (Reply::Wait, None));
+    let notice = decide(&replica(), Some(&leased), begin(), after(305)).unwrap();
+    assert_eq!(notice.reply, Reply::Wait);
+    let overdue = notice.next.unwrap();
+    let waits = decide(&replica(), Some(&overdue), begin(), after(316)).unwrap();
+    assert_eq!((waits.reply, waits.next), (Reply::Wait, None));
+    let step = decide(&replica(), Some(&overdue), begin(), after(317)).unwrap();
     assert!(matches!(step.reply, Reply::Leased { attempt: 2, .. }));
     let second = step.next.unwrap();
     // What the first one reports after all is for its own lease.
     for stale in [finish(1), Fact::FailRefresh { attempt: 1 }, Fact::RefuseRefresh { attempt: 1, error: "x".into() }] {
-        let step = decide(&replica(), Some(&second), stale, after(306)).unwrap();
+        let step = decide(&replica(), Some(&second), stale, after(318)).unwrap();
         assert!(step.next.is_none() && step.events.is_empty());
     }
+}
+
+#[test]
+fn tokens_that_could_not_be_stored_within_the_lease_are_stored_after_the_outage_and_the_spent_ones_are_not_sent() {
+    let leased = decide(&replica(), Some(&opened()), begin(), after(290)).unwrap().next.unwrap();
+    // Nothing could be stored for ten minutes. Another tab comes first.
+    let notice = decide(&replica(), Some(&leased), begin(), after(890)).unwrap();
+    assert_eq!(notice.reply, Reply::Wait, "the spent refresh token would be sent");
+    let fresh = decide(&replica(), notice.next.as_ref(), finish(1), after(901)).unwrap().next.unwrap();
+    assert_eq!((fresh.tokens_enc.as_deref(), fresh.token_ends_at), (Some("fresh"), after(600)));
+    // A lease of a release that gave no notice has had none.
+    let stored = serde_json::to_value(leased.refresh).unwrap();
+    assert_eq!(stored.get("is_overdue"), None);
+    assert_eq!(serde_json::from_value::<RefreshState>(stored).unwrap(), leased.refresh);
 }
 
 #[test]
