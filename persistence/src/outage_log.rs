@@ -71,6 +71,52 @@ impl OutageLog {
     }
 }
 
+/// The log of one thing that a worker does again and again: each of the first causes of an outage has a line with its sources, the outage one a
+/// minute, and its end one.
+#[derive(Debug)]
+pub struct RetryLog {
+    doing: &'static str,
+    log: Mutex<OutageLog>,
+}
+
+impl RetryLog {
+    /// Of what completes the sentence *could not …*.
+    #[must_use]
+    pub const fn new(doing: &'static str) -> Self {
+        Self { doing, log: Mutex::new(OutageLog::new()) }
+    }
+
+    /// Logs what became of an attempt. Returns its result; `None` where it failed.
+    pub fn observe<T>(&self, outcome: Result<T, impl Into<Box<dyn Error + Send + Sync>>>) -> Option<T> {
+        match outcome {
+            Ok(result) => {
+                self.succeeded();
+                Some(result)
+            }
+            Err(error) => {
+                self.failed(&chain(error.into().as_ref()));
+                None
+            }
+        }
+    }
+
+    /// Logs an attempt that failed for this cause.
+    pub fn failed(&self, cause: &str) {
+        let due = self.log.lock().unwrap_or_else(PoisonError::into_inner).failed_by(Instant::now(), cause);
+        if let Some(failures) = due {
+            tracing::warn!(error = cause, failures, "could not {}", self.doing);
+        }
+    }
+
+    /// Logs the end of an outage.
+    pub fn succeeded(&self) {
+        let ended = self.log.lock().unwrap_or_else(PoisonError::into_inner).ended(Instant::now());
+        if let Some(lasted) = ended {
+            tracing::info!(seconds = lasted.as_secs_f64(), "can {} again", self.doing);
+        }
+    }
+}
+
 /// Logs a statement that failed because the database does not serve.
 pub(crate) fn statement_failed(doing: &'static str, error: &sqlx::Error) {
     if !ended_sessions::ends_sessions(error) && !matches!(error, sqlx::Error::Tls(_) | sqlx::Error::PoolTimedOut) {
@@ -137,6 +183,52 @@ mod tests {
             let _ = log.ended(now);
         }
         assert_eq!(lines, 10);
+    }
+
+    /// The lines of a log, with their fields.
+    #[derive(Clone, Default)]
+    struct Lines(std::sync::Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn worker_that_fails_in_each_of_its_rounds_has_a_line_for_each_cause_with_its_sources_and_one_at_the_end() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            let retries = RetryLog::new("read the deadlines");
+            let failure = |cause: &str| {
+                let source = sqlx::Error::Io(std::io::Error::other(cause.to_owned()));
+                Err::<(), _>(crate::StoreError { doing: "reading", source })
+            };
+            for _ in 0..100 {
+                assert_eq!(retries.observe(failure("the network is down")), None);
+            }
+            retries.observe(failure("the host is unknown"));
+            assert_eq!(retries.observe(Ok::<_, crate::StoreError>(7)), Some(7));
+            assert_eq!(retries.observe(Ok::<_, crate::StoreError>(8)), Some(8));
+        });
+        let lines = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        let lines: Vec<_> = lines.lines().collect();
+        assert_eq!(lines.len(), 3, "{lines:#?}");
+        for (line, cause) in [(0, "the network is down"), (1, "the host is unknown")] {
+            assert!(
+                lines[line].contains(" WARN ") && lines[line].contains("could not read the deadlines"),
+                "{lines:#?}"
+            );
+            assert_eq!(lines[line].matches(cause).count(), 1, "{lines:#?}");
+        }
+        assert!(lines[2].contains(" INFO ") && lines[2].contains("can read the deadlines again"), "{lines:#?}");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! the library to the server; the proxy never sees clear text. A socket that others have removed is made again.
 
 use super::socket_folder::SocketFolder;
+use crate::outage_log::RetryLog;
 use socket2::{SockRef, TcpKeepalive};
 use sqlx::postgres::PgConnectOptions;
 use std::io;
@@ -160,13 +161,17 @@ fn socket_name(port: u16) -> String {
 
 /// Copies until either side closes. The end of one side ends the other, which is all that the library has to know.
 async fn forward(mut inside: UnixStream, server: &str, port: u16) {
+    static RETRIES: RetryLog = RetryLog::new("reach Postgres");
     let connected = TcpStream::connect((server, port)).await;
     let ready = connected.and_then(|outside| set_socket_options(&outside).map(|()| outside));
     match ready {
         // The library sees the same end on its side, and handles it.
-        Ok(mut outside) => drop(tokio::io::copy_bidirectional(&mut inside, &mut outside).await),
+        Ok(mut outside) => {
+            RETRIES.succeeded();
+            drop(tokio::io::copy_bidirectional(&mut inside, &mut outside).await);
+        }
         // Logged here, since the library only sees that its own socket was closed.
-        Err(error) => tracing::warn!(%error, server, port, "Postgres cannot be reached"),
+        Err(error) => RETRIES.failed(&format!("{server}:{port}: {error}")),
     }
 }
 
