@@ -167,6 +167,7 @@ const NOT_CAUSED: &[&str] = &[
     "GPUAASActivationBudgetBurnsSlow",
     "GPUAASApiBudgetBurnsSlow",
     "GPUAASAuditSealLag",
+    "GPUAASClientsUnreadable",
     "GPUAASConsumerLag",
     "GPUAASLogStoreLimits",
     "GPUAASLogStoreMisconfigured",
