@@ -1,4 +1,7 @@
 //! The store of logins on this machine: one file per profile, readable by its owner alone, replaced atomically.
+//!
+//! A login is written into a file beside, which is locked by the process that writes it. A process that is killed leaves the file; the next one
+//! that writes removes it, where no process holds its lock.
 
 use crate::failure::{ExitStatus, Failure};
 use crate::output::Output;
@@ -7,15 +10,25 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize, Serializer};
+use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 /// The longest file of a login.
 const MAX_LOGIN_BYTES: u64 = 256 * 1024;
 /// The room that is reserved for a login: most have a few kilobytes.
 const RESERVED_BYTES: usize = 64 * 1024;
+/// The letters of the number at the end of a file beside a login.
+const NUMBER_LETTERS: usize = 16;
+/// A file beside a login that is younger may not be locked yet.
+const ABANDONED_AFTER: Duration = Duration::from_mins(10);
+/// The same where its file system has no locks: longer than any login waits for its user.
+const ABANDONED_AFTER_WITHOUT_LOCK: Duration = Duration::from_hours(24);
+/// The most entries of the folder that are looked at.
+const MAX_ENTRIES: usize = 10_000;
 
 /// A login: the server, the provider and the tokens.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -68,13 +81,18 @@ pub(crate) struct Store {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FileCalls {
     pub(super) lock: fn(&File) -> Result<(), Errno>,
+    /// The same, refused where another process has the lock.
+    pub(super) try_lock: fn(&File) -> Result<(), Errno>,
     pub(super) create: fn(&Path) -> io::Result<File>,
+    pub(super) synchronize_folder: fn(&Path) -> io::Result<()>,
 }
 
 impl FileCalls {
     pub(super) const SYSTEM: Self = Self {
         lock: |file| flock(file, FlockOperation::LockExclusive),
+        try_lock: |file| flock(file, FlockOperation::NonBlockingLockExclusive),
         create: |path| OpenOptions::new().create_new(true).write(true).mode(0o600).open(path),
+        synchronize_folder: |path| File::open(path)?.sync_all(),
     };
 }
 
@@ -154,6 +172,7 @@ impl Store {
     pub(crate) fn reserve(&self) -> Result<Reservation, Failure> {
         let reserve = || {
             make_folder(&self.folder)?;
+            self.remove_abandoned();
             let file = NewFile::reserve(&self.path(), RESERVED_BYTES, self.calls)?;
             // A login that others can read is refused when it is read.
             match file.file.metadata()?.permissions().mode() & 0o077 {
@@ -162,6 +181,22 @@ impl Store {
             }
         };
         reserve().map_err(|error: io::Error| unwritable(&self.path(), &error))
+    }
+
+    /// Removes what killed processes have left beside logins. What cannot be removed is left to the next one.
+    fn remove_abandoned(&self) {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().take(MAX_ENTRIES).flatten();
+        for entry in entries.filter(|entry| is_beside_a_login(&entry.file_name())) {
+            let path = entry.path();
+            // A link is not followed.
+            let file = match path.symlink_metadata() {
+                Ok(about) if about.is_file() => OpenOptions::new().write(true).open(&path),
+                Ok(_) | Err(_) => continue,
+            };
+            if file.is_ok_and(|file| is_abandoned(&file, self.calls)) {
+                let _ = fs::remove_file(&path);
+            }
+        }
     }
 
     /// Removes the login. Returns whether there was one.
@@ -206,6 +241,29 @@ impl Reservation {
     }
 }
 
+/// Whether a file of the folder has the name that [`NewFile`] gives: no profile begins with a dot.
+fn is_beside_a_login(name: &OsStr) -> bool {
+    let name = name.to_string_lossy();
+    let parts = name.strip_prefix('.').and_then(|rest| rest.rsplit_once('.'));
+    parts.is_some_and(|(login, number)| {
+        login.ends_with(".json")
+            && number.len() == NUMBER_LETTERS
+            && number.bytes().all(|byte| byte.is_ascii_hexdigit())
+    })
+}
+
+/// Whether the process that made the file has ended.
+fn is_abandoned(file: &File, calls: FileCalls) -> bool {
+    let after = match (calls.try_lock)(file) {
+        Ok(()) => ABANDONED_AFTER,
+        Err(Errno::WOULDBLOCK | Errno::INTR) => return false,
+        Err(_) => ABANDONED_AFTER_WITHOUT_LOCK,
+    };
+    let changed_at = file.metadata().and_then(|about| about.modified());
+    // Where the clock of the file server is ahead, it is too young.
+    changed_at.is_ok_and(|at| SystemTime::now().duration_since(at).is_ok_and(|age| age >= after))
+}
+
 fn make_folder(path: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
@@ -225,20 +283,24 @@ pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
     NewFile::reserve(path, content.len(), FileCalls::SYSTEM)?.replace_by(content)
 }
 
-/// A file beside the one that it is about to replace, which only this user can read. It is removed where it does not replace it.
+/// A file beside the one that it is about to replace, which only this user can read. It is removed where it does not replace it. Its lock says
+/// that this process lives.
 struct NewFile {
     path: PathBuf,
     beside: PathBuf,
     file: File,
+    calls: FileCalls,
 }
 
 impl NewFile {
     /// With so many bytes, so that a full disk or a quota is found before there is anything to lose.
     fn reserve(path: &Path, bytes: usize, calls: FileCalls) -> io::Result<Self> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let beside = path.with_file_name(format!(".{name}.{:016x}", rand::random::<u64>()));
+        let beside = path.with_file_name(format!(".{name}.{:0NUMBER_LETTERS$x}", rand::random::<u64>()));
         let file = (calls.create)(&beside)?;
-        let mut new = Self { path: path.to_owned(), beside, file };
+        // A file system without locks is accepted.
+        let _ = (calls.try_lock)(&file);
+        let mut new = Self { path: path.to_owned(), beside, file, calls };
         new.file.write_all(&vec![0; bytes])?;
         new.synchronize()?;
         Ok(new)
@@ -249,19 +311,32 @@ impl NewFile {
         self.file.write_all(content)?;
         self.file.set_len(content.len() as u64)?;
         self.synchronize()?;
-        fs::rename(&self.beside, &self.path)
+        fs::rename(&self.beside, &self.path)?;
+        self.synchronize_folder()
     }
 
-    /// A file system without this call writes to its disk by itself.
     fn synchronize(&self) -> io::Result<()> {
-        match self.file.sync_all() {
-            Err(error)
-                if matches!(Errno::from_io_error(&error), Some(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP)) =>
-            {
-                Ok(())
-            }
+        where_supported(self.file.sync_all())
+    }
+
+    /// The new name may not be on the disk yet: after a power failure the old file would be there, with a refresh token that is spent.
+    fn synchronize_folder(&self) -> io::Result<()> {
+        let folder = self.path.parent().unwrap_or(Path::new("/"));
+        match where_supported((self.calls.synchronize_folder)(folder)) {
+            // A folder that can be written to and not be listed cannot be opened.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
             done => done,
         }
+    }
+}
+
+/// A file system without this call writes to its disk by itself.
+fn where_supported(synchronized: io::Result<()>) -> io::Result<()> {
+    match synchronized {
+        Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP)) => {
+            Ok(())
+        }
+        done => done,
     }
 }
 
@@ -340,6 +415,56 @@ mod tests {
         let mut left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, [".default.lock", "default.json"]);
+    }
+
+    /// A file beside the login, as a gpuctl that was killed leaves it.
+    fn left(store: &Store, name: &str, age: Duration) -> PathBuf {
+        let path = store.folder.join(name);
+        fs::write(&path, vec![0; RESERVED_BYTES]).unwrap();
+        File::options().write(true).open(&path).unwrap().set_modified(SystemTime::now() - age).unwrap();
+        path
+    }
+
+    #[test]
+    fn file_that_a_killed_gpuctl_left_is_removed_at_the_next_use_and_that_of_a_live_one_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::new(folder.path().to_owned(), "default").unwrap();
+        let abandoned = left(&store, ".default.json.0123456789abcdef", ABANDONED_AFTER);
+        let of_another = left(&store, ".lab.json.0123456789abcdef", ABANDONED_AFTER);
+        let young = left(&store, ".default.json.1123456789abcdef", Duration::from_mins(9));
+        let other = left(&store, ".default.json.backup", ABANDONED_AFTER * 10);
+        // One that waits for its user.
+        let waiting = store.reserve().unwrap();
+        waiting.0.file.set_modified(SystemTime::now() - ABANDONED_AFTER * 3).unwrap();
+        store.write(&login()).unwrap();
+        for (path, stays) in [(&abandoned, false), (&of_another, false), (&young, true), (&other, true)] {
+            assert_eq!(path.exists(), stays, "{}", path.display());
+        }
+        waiting.store(&login()).unwrap();
+        // Without locks, a day has to pass.
+        store.calls.try_lock = |_| Err(Errno::NOSYS);
+        let old = left(&store, ".default.json.2123456789abcdef", ABANDONED_AFTER_WITHOUT_LOCK);
+        let of_today = left(&store, ".default.json.3123456789abcdef", Duration::from_hours(23));
+        store.write(&login()).unwrap();
+        assert!(!old.exists() && of_today.exists());
+    }
+
+    #[test]
+    fn replaced_login_is_on_the_disk_with_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::new(folder.path().to_owned(), "default").unwrap();
+        // It fails here where it is called before the name is there.
+        store.calls.synchronize_folder = |folder| {
+            assert!(folder.join("default.json").exists());
+            Err(io::Error::other("the disk is broken"))
+        };
+        let failure = store.write(&login()).unwrap_err();
+        assert!(failure.message.contains("the disk is broken"), "{failure}");
+        for errno in [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP] {
+            assert!(where_supported(Err(errno.into())).is_ok());
+        }
+        store.calls.synchronize_folder = |_| Err(io::ErrorKind::PermissionDenied.into());
+        store.write(&login()).unwrap();
     }
 
     #[test]
