@@ -2,7 +2,6 @@
 //! proves itself and reports the outcome. What they pass to each other is on the disk (`agent_package::update`).
 
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -19,12 +18,15 @@ use wire::package::Digest;
 use wire::task::UpdateAgent;
 
 use crate::atomic_file;
+use crate::bounded_tool::Tool;
 use crate::chain;
 use crate::config::AgentConfig;
 use crate::executor::{TaskFailure, TaskOutput};
 
 /// How long the registry may take for a whole package.
 const FETCHED_WITHIN: Duration = Duration::from_secs(600);
+/// How long systemd may take to start the finalizer.
+const START_LIMIT: Duration = Duration::from_secs(90);
 const FINALIZER: &str = "gpuaas-finalizer";
 /// The finalizer writes units; what the agent fetches stays beside.
 const UNIT_FOLDER: &str = "/etc/systemd/system";
@@ -168,12 +170,8 @@ impl AgentUpdates {
     /// `finalizer_not_started`.
     pub fn start_finalizer(&self) -> Result<(), TaskFailure> {
         let not_started = |why: String| TaskFailure::new("finalizer_not_started", format!("systemctl start: {why}"));
-        let ran = Command::new(&self.systemctl).args(["start", "--", FINALIZER_UNIT]).stdin(Stdio::null()).output();
-        let output = ran.map_err(|error| not_started(error.to_string()))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        Err(not_started(String::from_utf8_lossy(&output.stderr).trim().chars().take(1000).collect()))
+        let started = Tool::new(&self.systemctl).args(["start", "--", FINALIZER_UNIT]).run(START_LIMIT);
+        started.map(drop).map_err(|error| not_started(error.to_string()))
     }
 
     /// The outcome of the update that a task ordered; `None` while it is in progress.

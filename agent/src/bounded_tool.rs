@@ -1,9 +1,10 @@
-//! A tool of the machine as a child process: with low priority, and bounded in time and output.
+//! A tool of the machine as a child process, bounded in time and output. It is the only way in which the agent runs a program that it waits for:
+//! a hanging driver, service manager or program of a tenant delays no task past its deadline.
 //!
-//! The tool is in a process group of its own, which is killed at the deadline, and it gets a signal to end with the agent: a load never
-//! outlives the validation that began it, and a hanging driver or service manager delays no task past its deadline.
+//! The tool is in a process group of its own, which is killed at the deadline. A test of the hardware has a low priority, too, and gets a signal
+//! to end with the agent: a load never outlives the validation that began it. A tool that changes the machine's files has neither.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{ErrorKind, Read, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 
-/// The most bytes of a tool's output that are read.
+/// The most bytes of a tool's output that are read, where it is not known to write more.
 const MAX_OUTPUT: u64 = 256 * 1024;
 /// The most characters of its error output in a message.
 const MAX_MESSAGE: usize = 300;
@@ -33,6 +34,9 @@ const OUTPUT_TIMEOUT: Duration = Duration::from_secs(10);
 const LOW_PRIORITY: [&str; 9] =
     ["/usr/bin/setpriv", "--pdeathsig", "KILL", "/usr/bin/nice", "-n", "5", "/usr/bin/ionice", "-n", "7"];
 
+/// How long a tool may take that does one thing to one object: it waits for nothing but a disk.
+pub(crate) const SHORT_LIMIT: Duration = Duration::from_secs(10);
+
 /// Why a tool gave no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ToolError {
@@ -43,8 +47,8 @@ pub enum ToolError {
     Hung { tool: String, seconds: u64 },
     #[error("{tool} ended with {status}: {message}")]
     Ended { tool: String, status: String, message: String },
-    #[error("{tool} wrote more than {MAX_OUTPUT} bytes and was killed")]
-    TooMuchOutput { tool: String },
+    #[error("{tool} wrote more than {bytes} bytes and was killed")]
+    TooMuchOutput { tool: String, bytes: u64 },
     #[error("the output of {tool} is not as expected: {why}")]
     Garbage { tool: String, why: String },
     #[error("{tool} cannot be run: {why}")]
@@ -67,6 +71,109 @@ pub(crate) struct EndedTool {
     pub(crate) stderr: String,
 }
 
+/// A program of this machine that is about to be run.
+pub(crate) struct Tool {
+    name: String,
+    command: Command,
+    input: Vec<u8>,
+    max_output: u64,
+    is_silent: bool,
+}
+
+impl Tool {
+    /// By its path, or by a name that is found as a shell finds it. Its environment has nothing of the agent's.
+    pub(crate) fn new(program: impl AsRef<OsStr>) -> Self {
+        let program = Path::new(program.as_ref());
+        let name = program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned();
+        let is_name = program.components().count() == 1 && !program.is_absolute();
+        let path = if is_name { folder_of(&name).join(&name) } else { program.to_owned() };
+        Self::of(name, Command::new(path))
+    }
+
+    fn of(name: String, mut command: Command) -> Self {
+        command.env_clear().envs([("PATH", DEFAULT_PATH), ("LC_ALL", "C")]);
+        Self { name, command, input: Vec::new(), max_output: MAX_OUTPUT, is_silent: false }
+    }
+
+    pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
+        self.command.arg(argument);
+        self
+    }
+
+    pub(crate) fn args(mut self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
+        self.command.args(arguments);
+        self
+    }
+
+    /// The name under which the program is started, and named in errors.
+    pub(crate) fn named(mut self, name: &str) -> Self {
+        self.command.arg0(name);
+        name.clone_into(&mut self.name);
+        self
+    }
+
+    /// What it reads on its standard input.
+    pub(crate) fn input(mut self, input: &[u8]) -> Self {
+        self.input = input.to_owned();
+        self
+    }
+
+    pub(crate) const fn max_output(mut self, bytes: u64) -> Self {
+        self.max_output = bytes;
+        self
+    }
+
+    /// Run by a tenant, whose own programs may stop it: they get no descriptor of the agent's, and what it writes is not read.
+    pub(crate) fn by_tenant(mut self, uid: u32) -> Self {
+        self.command.uid(uid).gid(uid).current_dir("/");
+        self.is_silent = true;
+        self
+    }
+
+    /// Runs it until it ends, or for `limit`, whatever its status is.
+    ///
+    /// # Errors
+    /// [`ToolError`], where it did not end by itself.
+    pub(crate) fn run_to_end(self, limit: Duration) -> Result<EndedTool, ToolError> {
+        let Self { name, mut command, input, max_output, is_silent } = self;
+        let not_run = |why: &dyn std::fmt::Display| ToolError::NotRun { tool: name.clone(), why: why.to_string() };
+        let output = || if is_silent { Stdio::null() } else { Stdio::piped() };
+        let mut child = command
+            .stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() })
+            .stdout(output())
+            .stderr(output())
+            .process_group(0)
+            .spawn()
+            .map_err(|error| not_run(&error))?;
+        let deadline = Instant::now() + limit;
+        let (stdout, stderr) = (reader(child.stdout.take(), max_output), reader(child.stderr.take(), MAX_OUTPUT));
+        if let Some(mut stdin) = child.stdin.take() {
+            // A tool that reads nothing fills the pipe. One that ends before it has read everything says why on its standard error.
+            std::thread::spawn(move || stdin.write_all(&input));
+        }
+        let waited = wait(&child, &stdout, deadline);
+        // Also what the tool has started and left behind: it would hold the pipes open. The tool is not reaped yet, so that its id is no
+        // other's.
+        end_group(&child);
+        let hung = || ToolError::Hung { tool: name.clone(), seconds: limit.as_secs() };
+        let status = reap(child, END_TIMEOUT).map_err(|error| not_run(&error))?.ok_or_else(hung)?;
+        match waited {
+            Waited::Ended => Ok(EndedTool { status, stdout: stdout.text(), stderr: stderr.text() }),
+            Waited::TooMuchOutput => Err(ToolError::TooMuchOutput { tool: name.clone(), bytes: max_output }),
+            Waited::TimedOut => Err(hung()),
+        }
+    }
+
+    /// The same. Returns its standard output, where it has succeeded.
+    ///
+    /// # Errors
+    /// [`ToolError`].
+    pub(crate) fn run(self, limit: Duration) -> Result<String, ToolError> {
+        let name = self.name.clone();
+        self.run_to_end(limit)?.into_result(&name)
+    }
+}
+
 impl EndedTool {
     /// Its standard output, where it has succeeded.
     fn into_result(self, tool: &str) -> Result<String, ToolError> {
@@ -84,8 +191,7 @@ impl EndedTool {
 /// [`ToolError`].
 pub(crate) fn run_of_path(tool: &str, args: &[&str], input: &[u8], limit: Duration) -> Result<String, ToolError> {
     let args: Vec<OsString> = args.iter().map(OsString::from).collect();
-    let ended = run_with_input(&folder_of(tool), tool, &args, input, limit)?;
-    ended.into_result(tool)
+    with_low_priority(&folder_of(tool), tool, &args)?.input(input).run(limit)
 }
 
 /// The first folder of the search path with this program.
@@ -105,51 +211,19 @@ pub(crate) fn run_to_end(
     args: &[OsString],
     limit: Duration,
 ) -> Result<EndedTool, ToolError> {
-    run_with_input(folder, tool, args, &[], limit)
+    with_low_priority(folder, tool, args)?.run_to_end(limit)
 }
 
-fn run_with_input(
-    folder: &Path,
-    tool: &str,
-    args: &[OsString],
-    input: &[u8],
-    limit: Duration,
-) -> Result<EndedTool, ToolError> {
+/// A tool that disturbs tenants and the agent as little as possible, and ends with the agent.
+fn with_low_priority(folder: &Path, tool: &str, args: &[OsString]) -> Result<Tool, ToolError> {
     let program = folder.join(tool);
     if !program.is_file() {
         return Err(ToolError::NotTested(format!("{tool} is not installed in {}", folder.display())));
     }
-    let not_run = |why: &dyn std::fmt::Display| ToolError::NotRun { tool: tool.to_owned(), why: why.to_string() };
     let [first, wrappers @ ..] = LOW_PRIORITY;
-    let mut child = Command::new(first)
-        .args(wrappers)
-        .arg(program)
-        .args(args)
-        .env_clear()
-        .envs([("PATH", DEFAULT_PATH), ("LC_ALL", "C")])
-        .stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() })
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .map_err(|error| not_run(&error))?;
-    let deadline = Instant::now() + limit;
-    let (stdout, stderr) = (reader(child.stdout.take()), reader(child.stderr.take()));
-    if let Some(mut stdin) = child.stdin.take() {
-        let input = input.to_owned();
-        // A tool that reads nothing fills the pipe. One that ends before it has read everything says why on its standard error.
-        std::thread::spawn(move || stdin.write_all(&input));
-    }
-    let waited = wait(&child, &stdout, deadline);
-    // Also what the tool has started and left behind: it would hold the pipes open. The tool is not reaped yet, so that its id is no other's.
-    end_group(&child);
-    let hung = || ToolError::Hung { tool: tool.to_owned(), seconds: limit.as_secs() };
-    let status = reap(child, END_TIMEOUT).map_err(|error| not_run(&error))?.ok_or_else(hung)?;
-    match waited {
-        Waited::Ended => Ok(EndedTool { status, stdout: stdout.text(), stderr: stderr.text() }),
-        Waited::TooMuchOutput => Err(ToolError::TooMuchOutput { tool: tool.to_owned() }),
-        Waited::TimedOut => Err(hung()),
-    }
+    let mut command = Command::new(first);
+    command.args(wrappers).arg(program).args(args);
+    Ok(Tool::of(tool.to_owned(), command))
 }
 
 enum Waited {
@@ -220,20 +294,20 @@ impl Output {
     }
 }
 
-fn reader(pipe: Option<impl Read + Send + 'static>) -> Output {
+fn reader(pipe: Option<impl Read + Send + 'static>, max_output: u64) -> Output {
     let (sender, text) = channel();
     let is_too_long = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&is_too_long);
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(pipe) = pipe {
-            let mut pipe = pipe.take(MAX_OUTPUT);
+            let mut pipe = pipe.take(max_output);
             while let Err(error) = pipe.read_to_end(&mut bytes) {
                 if error.kind() != ErrorKind::Interrupted {
                     break;
                 }
             }
-            let is_full = u64::try_from(bytes.len()).is_ok_and(|length| length >= MAX_OUTPUT);
+            let is_full = u64::try_from(bytes.len()).is_ok_and(|length| length >= max_output);
             flag.store(is_full, Ordering::Relaxed);
             let _ = sender.send(bytes);
             // The tool may go on writing; it is killed for that, or ends.
@@ -355,6 +429,18 @@ mod tests {
         let error = ran("while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", LIMIT).unwrap_err();
         assert!(matches!(error, ToolError::TooMuchOutput { .. }), "{error}");
         assert!(begun.elapsed() < HANGS_AFTER, "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn tool_that_may_write_more_is_read_to_a_bound_of_its_own_and_gets_no_variable_of_the_agents() {
+        let zeros = || Tool::new("head").args(["-c", "400000", "/dev/zero"]);
+        assert_eq!(zeros().max_output(1 << 20).run(LIMIT).unwrap().len(), 400_000);
+        let error = zeros().run(LIMIT).unwrap_err();
+        assert_eq!(error, ToolError::TooMuchOutput { tool: "head".into(), bytes: MAX_OUTPUT });
+        let variables = Tool::new("/usr/bin/env").run(LIMIT).unwrap();
+        assert_eq!(variables.lines().collect::<Vec<_>>(), ["LC_ALL=C", &format!("PATH={DEFAULT_PATH}")]);
+        let missing = Tool::new("/a/tool").named("a tool").run(LIMIT).unwrap_err();
+        assert!(matches!(&missing, ToolError::NotRun { tool, .. } if tool == "a tool"), "{missing}");
     }
 
     #[test]

@@ -2,10 +2,10 @@
 //! nothing of what tenants run.
 
 use std::fs;
-use std::process::Command;
 
 use serde_json::{Value, json};
 
+use crate::bounded_tool::{SHORT_LIMIT, Tool};
 use crate::executor::{Executor, TaskOutput, output};
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
 
@@ -13,6 +13,8 @@ use crate::gpus::{DeviceUse, Gpus, MemoryUse};
 const LINES: usize = 20;
 /// The most characters of each line.
 const LINE: usize = 200;
+/// The longest kernel log that is read: machines with many devices have one of several megabytes (`log_buf_len`).
+const KERNEL_LOG_BYTES: u64 = 64 << 20;
 
 /// Collects all diagnostics once.
 #[must_use]
@@ -71,8 +73,8 @@ fn processes() -> Option<usize> {
 
 /// The kernel's messages about NVIDIA devices (`Xid`), the latest last. `None` if the kernel log cannot be read.
 fn kernel_gpu_errors() -> Option<Vec<String>> {
-    let ran = Command::new("dmesg").output().ok().filter(|ran| ran.status.success())?;
-    Some(gpu_errors(&String::from_utf8_lossy(&ran.stdout)))
+    let log = Tool::new("dmesg").max_output(KERNEL_LOG_BYTES).run(SHORT_LIMIT).ok()?;
+    Some(gpu_errors(&log))
 }
 
 fn gpu_errors(log: &str) -> Vec<String> {

@@ -5,15 +5,15 @@
 //! Without `NOTIFY_SOCKET` there is none: nothing is sent, nothing is stored.
 
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
-use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use sd_notify::NotifyState;
-use tokio::process::Command;
 use tokio::sync::OnceCell;
 use tokio::time::{MissedTickBehavior, interval};
 use tracing::{info, warn};
+
+use crate::bounded_tool::Tool;
 
 /// The descriptors that the agent's unit has the service manager keep (`FileDescriptorStoreMax=`). Their names must fit into one variable of
 /// the environment, and their numbers below a process's usual limit of 1,024.
@@ -154,14 +154,10 @@ fn inherited_descriptors() -> Vec<StoredDescriptor> {
 async fn has_stop_job() -> Result<bool, String> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
     let unit = unit_of(&groups).ok_or("the agent runs in no unit of systemd")?;
-    let mut list = Command::new("systemctl");
-    list.args(["list-jobs", "--no-legend", "--plain", "--full"]).stdin(Stdio::null()).kill_on_drop(true);
-    let ran = tokio::time::timeout(JOBS_TIMEOUT, list.output()).await;
-    let output = ran.map_err(|_| "systemctl takes too long".to_owned())?.map_err(|error| error.to_string())?;
-    if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned());
-    }
-    Ok(stops(&String::from_utf8_lossy(&output.stdout), unit))
+    let list = Tool::new("systemctl").args(["list-jobs", "--no-legend", "--plain", "--full"]);
+    let listed = tokio::task::spawn_blocking(move || list.run(JOBS_TIMEOUT)).await;
+    let jobs = listed.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+    Ok(stops(&jobs, unit))
 }
 
 /// The service in a process's list of control groups.

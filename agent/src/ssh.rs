@@ -28,6 +28,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::atomic_file::{self, FileError};
+use crate::bounded_tool::{Tool, ToolError};
 use crate::full_jitter::Backoff;
 use crate::process_attributes;
 use crate::service_manager;
@@ -47,6 +48,8 @@ const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin
 const BACKOFF_BASE: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a program may take that makes a key or reads the configuration.
+const TOOL_LIMIT: Duration = Duration::from_secs(30);
 /// Output on one line beyond this length becomes another line of the log: strangers choose some of its text.
 const MAX_LINE: u64 = 1024;
 
@@ -55,8 +58,8 @@ const MAX_LINE: u64 = 1024;
 pub enum SshError {
     #[error("no sshd is installed; install openssh-server, or leave SVC_NODE_AGENT_SSH_LISTEN out")]
     NoProgram,
-    #[error("{tool} failed: {stderr}")]
-    Tool { tool: &'static str, stderr: String },
+    #[error(transparent)]
+    Tool(#[from] ToolError),
     #[error(transparent)]
     Store(#[from] FileError),
 }
@@ -131,7 +134,7 @@ impl Sshd {
         if !sshd.host_key().exists() {
             let key = sshd.host_key();
             let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
-            run("ssh-keygen", std::process::Command::new("ssh-keygen").args(arguments).arg(&key))?;
+            Tool::new("ssh-keygen").args(arguments).arg(&key).run(TOOL_LIMIT)?;
         }
         sshd.make_run_folder().map_err(FileError::at("create", Path::new(RUN_FOLDER)))?;
         let systemd = Path::new("/run/systemd/system").is_dir();
@@ -168,15 +171,16 @@ impl Sshd {
         let pam = systemd || self.service.is_some();
         let base = self.configuration(keys, listen, pam);
         let named = self.service.as_ref().map(|service| format!("{base}PAMServiceName {}\n", service.name));
-        let mut checked = Ok(());
+        let mut checked = Ok(String::new());
         for text in named.into_iter().chain([base]) {
             atomic_file::write_atomically(&self.config(), text.as_bytes(), atomic_file::PRIVATE)?;
-            checked = run("sshd", std::process::Command::new(&self.program).arg("-t").arg("-f").arg(self.config()));
+            checked = Tool::new(&self.program).arg("-t").arg("-f").arg(self.config()).run(TOOL_LIMIT);
             if checked.is_ok() {
                 break;
             }
         }
-        checked
+        checked?;
+        Ok(())
     }
 
     /// If it does not exist, the machine has no sshd of its own, and a decommissioned machine is to keep none of it.
@@ -353,12 +357,6 @@ pub fn host_key_fingerprint(state_dir: &Path) -> Option<String> {
 fn fingerprint(public_key: &str) -> Option<String> {
     let blob = STANDARD.decode(public_key.split_whitespace().nth(1)?).ok()?;
     Some(format!("SHA256:{}", STANDARD_NO_PAD.encode(Sha256::digest(blob))))
-}
-
-fn run(tool: &'static str, command: &mut std::process::Command) -> Result<(), SshError> {
-    let failed = |stderr: String| SshError::Tool { tool, stderr };
-    let ran = command.stdin(Stdio::null()).output().map_err(|error: io::Error| failed(error.to_string()))?;
-    if ran.status.success() { Ok(()) } else { Err(failed(String::from_utf8_lossy(&ran.stderr).trim().to_owned())) }
 }
 
 #[cfg(test)]

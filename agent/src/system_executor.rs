@@ -20,7 +20,6 @@ use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,6 +31,7 @@ use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::atomic_file::{self, FileError};
+use crate::bounded_tool::Tool;
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
 use crate::reservations::{Reservation, Reservations, WithheldGpu};
@@ -70,7 +70,10 @@ use tenant_limits::{LimitSettings, TenantLimits};
 const SKELETON: &str = "/etc/skel";
 /// How often one release removes what is left.
 const REMOVAL_PASSES: usize = 3;
-/// How long a reboot may take to begin.
+/// How long one of shadow's tools may run: it waits 15 s for another program that changes the accounts.
+const ACCOUNT_TOOL_LIMIT: Duration = Duration::from_secs(60);
+/// How long the order to reboot may take, and then the reboot to begin.
+const REBOOT_ORDER_LIMIT: Duration = Duration::from_secs(60);
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// An operator's settings of tenants' accounts.
@@ -95,6 +98,8 @@ pub struct Settings {
     /// Whether what a tenant listens on at loopback addresses is closed to its neighbours.
     pub loopback_guard: bool,
     pub limits: LimitSettings,
+    /// How long `useradd`, `userdel` and the like may each run.
+    pub account_tool_limit: Duration,
 }
 
 impl Default for Settings {
@@ -111,6 +116,7 @@ impl Default for Settings {
             ssh_listen: None,
             loopback_guard: true,
             limits: LimitSettings::default(),
+            account_tool_limit: ACCOUNT_TOOL_LIMIT,
         }
     }
 }
@@ -166,7 +172,7 @@ impl System {
         }
         let reservations = Reservations::open(state_dir)?;
         let private = PrivateTmp::open(state_dir)?;
-        let accounts = Accounts::open(state_dir, settings.uids.clone())?;
+        let accounts = Accounts::open(state_dir, settings.uids.clone(), settings.account_tool_limit)?;
         let make_keys = || {
             DirBuilder::new().recursive(true).mode(0o755).create(&settings.keys)?;
             fs::set_permissions(&settings.keys, fs::Permissions::from_mode(0o755))
@@ -446,16 +452,13 @@ impl Executor for System {
         } else {
             ("shutdown", &["-r", "now"][..])
         };
-        match Command::new(program).args(args).output() {
-            Ok(ran) if ran.status.success() => {
+        match Tool::new(program).args(args).run(REBOOT_ORDER_LIMIT) {
+            Ok(_) => {
                 // The agent ends with the machine; it reports the reboot after its next start.
                 std::thread::sleep(REBOOT_TIMEOUT);
                 TaskFailure::new("reboot_failed", "the machine accepted the order to restart, and has not restarted")
             }
-            Ok(ran) => {
-                TaskFailure::new("reboot_failed", format!("{program}: {}", String::from_utf8_lossy(&ran.stderr).trim()))
-            }
-            Err(error) => TaskFailure::new("reboot_failed", format!("{program} cannot be run: {error}")),
+            Err(error) => TaskFailure::new("reboot_failed", error.to_string()),
         }
     }
 }

@@ -55,6 +55,11 @@ impl Node {
 
     /// With these commands that tenants may run as root.
     fn start_with(sudo_commands: &[&str]) -> Self {
+        Self::start_bounded(sudo_commands, Settings::default().account_tool_limit)
+    }
+
+    /// The same, where one of the tools that change accounts may run for so long.
+    fn start_bounded(sudo_commands: &[&str], account_tool_limit: Duration) -> Self {
         for minor in 0..4 {
             let node = format!("/dev/nvidia{minor}");
             if !Path::new(&node).exists() {
@@ -67,7 +72,8 @@ impl Node {
         let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked), DEFAULT_DEADLINE));
         let sudo_commands = sudo_commands.iter().map(|command| command.parse().unwrap()).collect();
         let (shared, program) = (vec!["/scratch".into()], env!("CARGO_BIN_EXE_gpuaas-agent").into());
-        let settings = Settings { uids: TENANT_UIDS, sudo_commands, shared, program, ..Settings::default() };
+        let settings =
+            Settings { uids: TENANT_UIDS, sudo_commands, shared, program, account_tool_limit, ..Settings::default() };
         fs::create_dir_all(STATE).unwrap();
         Self { system: System::open(Path::new(STATE), settings, Arc::clone(&gpus)).unwrap(), gpus }
     }
@@ -368,6 +374,51 @@ fn unremovable_leftover_is_reported_and_keeps_the_devices_reserved() {
         assert_clean(&node.release(id, NAME, &[0]));
         assert!(!Path::new("/tmp/stuck/x").exists());
         node.make(next, "next", &[0]);
+    });
+}
+
+/// Replaces programs of this machine by one that never ends. Returns what they were.
+fn hang_programs(paths: &[PathBuf]) -> Vec<(PathBuf, Vec<u8>)> {
+    let replace = |path: &PathBuf| {
+        let was = fs::read(path).unwrap();
+        fs::remove_file(path).unwrap();
+        fs::write(path, "#!/bin/sh\nexec sleep 1000000\n").unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+        (path.clone(), was)
+    };
+    paths.iter().map(replace).collect()
+}
+
+#[test]
+fn release_goes_on_where_the_machines_programs_hang_and_is_proved_once_they_do_not() {
+    overlay_machine::alone("release_goes_on_where_the_machines_programs_hang_and_is_proved_once_they_do_not", || {
+        let node = Node::start_bounded(&[], Duration::from_secs(1));
+        let id = Uuid::from_u128(1);
+        let uid = node.make(id, NAME, &[0]);
+        let mut program = spawn(uid, "sleep 1000");
+        std::thread::spawn(move || program.wait());
+        assert!(can(uid, "touch /home/tena/file /tmp/file"), "it leaves files");
+        let path_of = |tool: &str| PathBuf::from(run("sh", &["-c", &format!("command -v {tool}")]).trim());
+        let found = ["userdel", "groupdel"].map(path_of);
+        let were = hang_programs(&found);
+
+        let begun = Instant::now();
+        let findings = node.release(id, NAME, &[0]);
+        assert!(begun.elapsed() < Duration::from_secs(120), "{:?}", begun.elapsed());
+        let of = |what| outcome(&findings, what);
+        for gone in [CleanupCheck::Processes, CleanupCheck::Home, CleanupCheck::Tmp, CleanupCheck::AuthorizedKeys] {
+            assert_eq!(of(gone), FindingOutcome::Gone, "{gone:?}: {findings:?}");
+        }
+        for left in [CleanupCheck::PasswdEntry, CleanupCheck::GroupEntry, CleanupCheck::DeviceReservation] {
+            assert_eq!(of(left), FindingOutcome::Present, "{left:?}: {findings:?}");
+        }
+        let sleeping = View::of("/").processes().into_values().any(|command| command.starts_with(b"sleep\x001000000"));
+        assert!(!sleeping, "a program that hangs is left");
+
+        for (path, was) in were {
+            fs::write(path, was).unwrap();
+        }
+        assert_clean(&node.release(id, NAME, &[0]));
     });
 }
 

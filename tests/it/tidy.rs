@@ -362,6 +362,34 @@ fn json_of_others_is_read_by_the_strict_reader() {
     );
 }
 
+/// The files of what runs on nodes that start programs, and how many they start: programs that run as long as the agent does or have a
+/// protocol with deadlines of its own, and the two ways to run a program to its end.
+const STARTS_OF_PROGRAMS: [(&str, usize); 7] = [
+    ("agent/package/src/update/installed_machine.rs", 1),
+    ("agent/src/bounded_tool.rs", 2),
+    ("agent/src/gpu_probe.rs", 1),
+    ("agent/src/log_collector/journald.rs", 1),
+    ("agent/src/ssh.rs", 1),
+    ("agent/src/terminal.rs", 1),
+    ("agent/src/terminal/session_handover/holder.rs", 2),
+];
+
+#[test]
+fn program_on_a_node_is_run_with_a_deadline_and_bounded_output() {
+    let is_test = |path: &str| ["/tests/", "/tests.rs", "_tests.rs"].iter().any(|part| path.contains(part));
+    let starts = |text: &str| {
+        let code = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
+        code.matches("Command::new(").count()
+    };
+    let found: Vec<(String, usize)> = sources()
+        .into_iter()
+        .map(|(path, text)| (path.to_string_lossy().into_owned(), starts(&text)))
+        .filter(|(path, starts)| *starts > 0 && path.starts_with("agent/") && path.ends_with(".rs") && !is_test(path))
+        .collect();
+    let expected: Vec<_> = STARTS_OF_PROGRAMS.map(|(path, starts)| (path.to_owned(), starts)).into();
+    assert_eq!(found, expected, "run a program of the machine by `bounded_tool::Tool`, which ends at a deadline");
+}
+
 /// Whether the text has a test function of this name.
 fn is_test(text: &str, function: &str) -> bool {
     let Some(at) = text.find(&format!("fn {function}(")) else { return false };

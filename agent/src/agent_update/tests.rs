@@ -112,6 +112,17 @@ fn update_begins_with_its_record_on_the_disk_and_ends_where_no_finalizer_starts(
 }
 
 #[test]
+fn tool_that_is_missing_and_one_that_fails_are_named_with_their_reason() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let node = node();
+    let message = || node.updates.start_finalizer().unwrap_err().message;
+    assert!(message().starts_with("systemctl start: systemctl cannot be run"), "{}", message());
+    std::fs::write(&node.updates.systemctl, "#!/bin/sh\necho 'no such unit' >&2; exit 5\n").unwrap();
+    std::fs::set_permissions(&node.updates.systemctl, std::fs::Permissions::from_mode(0o755)).unwrap();
+    assert_eq!(message(), "systemctl start: systemctl ended with status 5: no such unit");
+}
+
+#[test]
 fn outcome_of_a_task_is_its_own_updates() {
     let node = node();
     let code = |node: &Node| node.updates.outcome(TASK).unwrap_err().code;

@@ -79,6 +79,7 @@ pub(super) fn gather(sources: &Sources<'_>, problems: &mut Problems) -> Option<S
         ssh_listen: ssh_listen?,
         loopback_guard: loopback_guard?,
         limits: limits?,
+        account_tool_limit: defaults.account_tool_limit,
     })
 }
 

@@ -8,12 +8,12 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use nix::unistd::Uid;
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
+use crate::bounded_tool::{SHORT_LIMIT, Tool, ToolError};
 use crate::executor::cleanup_checks::finding;
 
 /// The leftovers of one allocation.
@@ -61,7 +61,11 @@ impl SandboxLeftovers {
         for listing in &SYSV {
             for id in self.sysv_objects(listing).unwrap_or_default() {
                 // A tool instead of the kernel's own interface, which needs unsafe code.
-                let _ = Command::new("ipcrm").args([listing.ipcrm_flag, &id]).stderr(Stdio::null()).status();
+                let ran = Tool::new("ipcrm").args([listing.ipcrm_flag, &id]).run(SHORT_LIMIT);
+                // The next one would hang as well. What is left is found by the check.
+                if matches!(ran, Err(ToolError::Hung { .. })) {
+                    break;
+                }
             }
         }
     }

@@ -5,7 +5,6 @@ use std::fs;
 use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -16,6 +15,7 @@ use super::directory_walk::{self, SearchScope, WalkEntry};
 use super::file_search::{self, SearchResult};
 use super::mounts::{self, Mounts};
 use super::private_tmp::PrivateTmp;
+use crate::bounded_tool::{SHORT_LIMIT, Tool, ToolError};
 use crate::executor::cleanup_checks::{check_path_removed, finding};
 
 /// The most paths that a finding names.
@@ -104,7 +104,11 @@ impl TenantLeftovers<'_> {
         for listing in &SYSV {
             for id in self.sysv(listing).unwrap_or_default() {
                 // A tool, since the kernel's own interface needs unsafe code.
-                let _ = Command::new("ipcrm").args([listing.ipcrm_flag, &id]).stderr(Stdio::null()).status();
+                let ran = Tool::new("ipcrm").args([listing.ipcrm_flag, &id]).run(SHORT_LIMIT);
+                // The next one would hang as well. What is left is found by the check.
+                if matches!(ran, Err(ToolError::Hung { .. })) {
+                    break;
+                }
             }
         }
     }

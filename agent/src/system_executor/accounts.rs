@@ -7,14 +7,13 @@
 //! ([`SharedState`]).
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, FileTimes};
+use std::fs::{self, File, FileTimes, TryLockError};
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -22,6 +21,7 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use super::account_records::{ACCOUNT_RECORDS, AccountRecords, UID_CLAIMS, UidClaims, WrittenFiles};
 use crate::atomic_file::{self, FileError};
+use crate::bounded_tool::Tool;
 use crate::executor::TaskFailure;
 
 /// The files that name accounts, and the check of each in the proof. Each may have a backup beside it (`passwd-`).
@@ -38,6 +38,9 @@ const ETC: &str = "/etc";
 /// How often a tool is run when another program has locked the accounts, and the pause between: the tool itself waits 15 s.
 const TOOL_RUNS: usize = 3;
 const TOOL_PAUSE: Duration = Duration::from_secs(1);
+/// How long another agent may have the lock, in limits of a tool: longer than all runs of one.
+const LOCK_LIMITS: u32 = 4;
+const LOCK_POLL: Duration = Duration::from_millis(50);
 
 /// A tenant's account. Its gid is its uid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,20 +62,31 @@ struct SharedState {
     /// Held by the agent that changes the machine's accounts.
     lock: PathBuf,
     claims: PathBuf,
-}
-
-impl Default for SharedState {
-    fn default() -> Self {
-        Self { lock: "/run/gpuaas-accounts.lock".into(), claims: UID_CLAIMS.into() }
-    }
+    /// How long one of shadow's tools may run.
+    tool_limit: Duration,
 }
 
 impl SharedState {
-    /// Excludes other agents from the accounts until it is dropped.
+    fn of_this_machine(tool_limit: Duration) -> Self {
+        Self { lock: "/run/gpuaas-accounts.lock".into(), claims: UID_CLAIMS.into(), tool_limit }
+    }
+
+    /// Excludes other agents from the accounts until it is dropped. One that was stopped while it has the lock is not waited for: a tenant's
+    /// end goes on without its account, and is tried again.
     fn lock(&self) -> Result<File, FileError> {
         let lock = || {
             let file = File::options().create(true).append(true).open(&self.lock)?;
-            file.lock().map(|()| file)
+            let deadline = Instant::now() + self.tool_limit * LOCK_LIMITS;
+            loop {
+                match file.try_lock() {
+                    Ok(()) => return Ok(file),
+                    Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(LOCK_POLL),
+                    Err(TryLockError::WouldBlock) => {
+                        return Err(io::Error::new(io::ErrorKind::TimedOut, "another agent does not give it up"));
+                    }
+                    Err(TryLockError::Error(error)) => return Err(error),
+                }
+            }
         };
         lock().map_err(FileError::at("lock the accounts with", &self.lock))
     }
@@ -101,15 +115,15 @@ impl SharedState {
         loop {
             let before: Vec<_> =
                 backups().into_iter().map(FileBackup::of).collect::<io::Result<_>>().map_err(failed(tool))?;
-            let ran = Command::new(tool).args(args).env("LC_ALL", "C").output();
+            let ran = Tool::new(tool).args(args).run_to_end(self.tool_limit);
             for backup in before {
                 backup.restore().map_err(failed(tool))?;
             }
-            let ran = ran.map_err(failed(tool))?;
+            let ran = ran.map_err(|error| TaskFailure::new("account_tools", error.to_string()))?;
             if ran.status.success() {
                 return Ok(());
             }
-            let message = String::from_utf8_lossy(&ran.stderr);
+            let message = ran.stderr;
             // Another program of the machine changes them: a package installation, an administrator.
             if runs < TOOL_RUNS && message.contains("try again later") {
                 runs += 1;
@@ -135,8 +149,8 @@ pub struct Accounts {
 impl Accounts {
     /// # Errors
     /// [`FileError`] when the account records cannot be read. They must not be lost: a uid that was given once could be given again.
-    pub fn open(state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, FileError> {
-        Self::open_on(SharedState::default(), state_dir, uids)
+    pub fn open(state_dir: &Path, uids: RangeInclusive<u32>, tool_limit: Duration) -> Result<Self, FileError> {
+        Self::open_on(SharedState::of_this_machine(tool_limit), state_dir, uids)
     }
 
     fn open_on(machine: SharedState, state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, FileError> {
@@ -504,8 +518,24 @@ mod tests {
     }
 
     fn open_beside(machine: &Path, folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, FileError> {
-        let machine = SharedState { lock: machine.join("lock"), claims: machine.join("uids.json") };
-        Accounts::open_on(machine, folder, uids)
+        Accounts::open_on(shared_state(machine), folder, uids)
+    }
+
+    fn shared_state(folder: &Path) -> SharedState {
+        let tool_limit = Duration::from_secs(60);
+        SharedState { lock: folder.join("lock"), claims: folder.join("uids.json"), tool_limit }
+    }
+
+    #[test]
+    fn agent_that_does_not_give_up_the_accounts_is_waited_for_and_not_for_ever() {
+        let folder = tempfile::tempdir().unwrap();
+        let machine = SharedState { tool_limit: Duration::from_millis(100), ..shared_state(folder.path()) };
+        let held = machine.lock().unwrap();
+        let failed = machine.run("true", &[]).unwrap_err();
+        assert_eq!(failed.code, "node_storage");
+        let waiting = std::thread::spawn(move || machine.lock());
+        drop(held);
+        assert!(waiting.join().unwrap().is_ok());
     }
 
     #[test]

@@ -4,9 +4,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd as _;
-use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use linux_keyutils::{Key, KeyRing, KeyRingIdentifier, KeySerialId};
@@ -14,6 +12,7 @@ use nix::unistd::getuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use super::accounts::TenantAccount;
+use crate::bounded_tool::{SHORT_LIMIT, Tool};
 use crate::executor::cleanup_checks::finding;
 
 /// The flag that makes the agent's program revoke the current user's keyrings and exit.
@@ -34,9 +33,8 @@ pub fn revoke(account: &TenantAccount, program: &Path) {
     }
     // By its descriptor: the tenant may not be able to reach the program's folder.
     let Ok(opened) = File::open(program) else { return };
-    let mut command = Command::new(format!("/proc/self/fd/{}", opened.as_raw_fd()));
-    command.arg0("gpuaas-agent").arg(FLAG).env_clear().current_dir("/").uid(account.uid).gid(account.uid);
-    let _ = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    let tool = Tool::new(format!("/proc/self/fd/{}", opened.as_raw_fd())).named("gpuaas-agent").arg(FLAG);
+    let _ = tool.by_tenant(account.uid).run_to_end(SHORT_LIMIT);
     let until = Instant::now() + COLLECTED_WITHIN;
     while matches!(of(account), Ok(Some(_))) && Instant::now() < until {
         std::thread::sleep(LOOKS_EVERY);

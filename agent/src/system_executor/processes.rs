@@ -3,9 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,10 +12,13 @@ use nix::unistd::Pid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use super::accounts::TenantAccount;
+use crate::bounded_tool::Tool;
 use crate::process_attributes::live_thread;
 
 const GIVE_UP_AFTER: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
+/// How long the signal to all may take.
+const SIGNAL_LIMIT: Duration = Duration::from_secs(3);
 
 /// Kills until two scans in a row find nothing, and returns how many processes were found.
 pub fn end_all(account: &TenantAccount) -> usize {
@@ -57,9 +58,8 @@ pub fn check_removed(account: &TenantAccount) -> CleanupFinding {
 /// before another fork can complete, which no scan of the process table can guarantee.
 fn kill_everything_of(uid: u32) {
     // The shell's built-in `kill`: it needs no program that the tenant's limits could prevent from starting.
-    let mut shell = Command::new("/bin/sh");
-    shell.args(["-c", "kill -s KILL -- -1"]).uid(uid).gid(uid).current_dir("/").env_clear();
-    let _ = shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    // The tenant's processes may stop or end it: what they leave is killed one by one.
+    let _ = Tool::new("/bin/sh").args(["-c", "kill -s KILL -- -1"]).by_tenant(uid).run_to_end(SIGNAL_LIMIT);
 }
 
 /// Every process with the uid in any of its four uid fields, and what it started through sudo.

@@ -1,12 +1,12 @@
 //! What a tenant may run as root: a list of single commands, checked by `visudo` before sudo reads it. Never everything.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::str::FromStr;
 
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use crate::atomic_file;
+use crate::bounded_tool::{SHORT_LIMIT, Tool};
 use crate::executor::TaskFailure;
 use crate::executor::cleanup_checks::check_path_removed;
 
@@ -51,19 +51,17 @@ pub fn allow(user_name: &str, commands: &[SudoCommand]) -> Result<bool, TaskFail
     // Checked under a name that sudo does not read, then renamed into place.
     let draft = Path::new(FOLDER).join(format!(".gpuaas-{user_name}.draft"));
     atomic_file::write_without_sync(&draft, text.as_bytes(), MODE)?;
-    let checked = Command::new("visudo").args(["--check", "--strict", "--quiet", "--file"]).arg(&draft).output();
+    let checked =
+        Tool::new("visudo").args(["--check", "--strict", "--quiet", "--file"]).arg(&draft).run_to_end(SHORT_LIMIT);
     let outcome = match checked {
         Ok(ran) if ran.status.success() => {
             Ok(atomic_file::write_atomically(&path_of(user_name), text.as_bytes(), MODE)?)
         }
         Ok(ran) => {
-            let complaint = [ran.stdout, ran.stderr].concat();
-            Err(TaskFailure::new(
-                "sudoers",
-                format!("visudo refuses it: {}", String::from_utf8_lossy(&complaint).trim()),
-            ))
+            let complaint = ran.stdout + &ran.stderr;
+            Err(TaskFailure::new("sudoers", format!("visudo refuses it: {}", complaint.trim())))
         }
-        Err(error) => Err(TaskFailure::new("sudoers", format!("visudo cannot be run: {error}"))),
+        Err(error) => Err(TaskFailure::new("sudoers", error.to_string())),
     };
     atomic_file::remove(&draft)?;
     outcome.map(|()| true)

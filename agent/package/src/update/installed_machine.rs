@@ -2,10 +2,12 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
+use std::io::Read as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 use wire::package::Digest;
@@ -20,6 +22,12 @@ const LOCK: &str = ".finalizer.lock";
 const HOLD: &str =
     "# Written by gpuaas-finalizer for the time of an update.\n[Service]\nRestart=always\nRestartPreventExitStatus=\n";
 const HOLD_FILE: &str = "zz-gpuaas-update.conf";
+/// How long systemd may take for one order: a finalizer that waits for it would roll nothing back.
+const SYSTEMCTL_LIMIT: Duration = Duration::from_secs(90);
+const POLL: Duration = Duration::from_millis(20);
+/// The most bytes of an error that are read, and how long they are awaited: what the program has started may hold the pipe open.
+const MAX_MESSAGE_BYTES: u64 = 64 * 1024;
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Where systemd reads units.
 #[derive(Debug, Clone)]
@@ -169,10 +177,55 @@ fn machine_error(doing: &'static str) -> impl FnOnce(io::Error) -> FinalizeError
 
 fn systemctl(arguments: &[&str]) -> Result<(), FinalizeError> {
     let failed = |message: String| FinalizeError::Systemctl { arguments: arguments.join(" "), message };
-    let ran = Command::new("systemctl").args(arguments).stdin(Stdio::null()).output();
-    let output = ran.map_err(|error| failed(error.to_string()))?;
-    if output.status.success() {
-        return Ok(());
+    let (status, message) = run("systemctl", arguments, SYSTEMCTL_LIMIT).map_err(|error| failed(error.to_string()))?;
+    if status.success() { Ok(()) } else { Err(failed(message.trim().chars().take(1000).collect())) }
+}
+
+/// Runs a program until it ends, or for `limit`. Returns its status and its error output.
+fn run(program: &str, arguments: &[&str], limit: Duration) -> io::Result<(ExitStatus, String)> {
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn()?;
+    let (sender, message) = channel();
+    if let Some(stderr) = child.stderr.take() {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let mut bounded = stderr.take(MAX_MESSAGE_BYTES);
+            let _ = bounded.read_to_end(&mut bytes);
+            let _ = sender.send(bytes);
+            let _ = io::copy(&mut bounded.into_inner(), &mut io::sink());
+        });
     }
-    Err(failed(String::from_utf8_lossy(&output.stderr).trim().chars().take(1000).collect()))
+    let deadline = Instant::now() + limit;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if Instant::now() >= deadline {
+            child.kill()?;
+            // One that cannot end is left to itself.
+            std::thread::spawn(move || child.wait());
+            let message = format!("it did not end within {} s and was killed", limit.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+        }
+        std::thread::sleep(POLL);
+    };
+    let message = message.recv_timeout(MESSAGE_TIMEOUT).unwrap_or_default();
+    Ok((status, String::from_utf8_lossy(&message).into_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn program_that_hangs_is_ended_and_one_that_fails_says_why() {
+        let begun = Instant::now();
+        let hung = run("sleep", &["1000"], Duration::from_millis(200)).unwrap_err();
+        assert_eq!(hung.kind(), io::ErrorKind::TimedOut, "{hung}");
+        assert!(begun.elapsed() < Duration::from_secs(90));
+        let script = "head -c 300000 /dev/zero >&2; exit 3";
+        let (status, message) = run("sh", &["-c", script], Duration::from_secs(90)).unwrap();
+        assert_eq!((status.code(), message.len() as u64), (Some(3), MAX_MESSAGE_BYTES));
+    }
 }

@@ -4,7 +4,6 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
@@ -12,6 +11,7 @@ use nix::sys::stat::{FileStat, Mode, fchmod, fstatat};
 use nix::unistd::{UnlinkatFlags, fchown, unlinkat};
 
 use super::{FOLDER, Visitor, Walk, WalkEntry, id_of, is_folder, open_below, path_in};
+use crate::bounded_tool::{SHORT_LIMIT, Tool};
 use crate::system_executor::mounts::Mounts;
 
 /// Removes the entry at a path with its content, also if it was made immutable. The folders of the path must be root's alone.
@@ -102,9 +102,8 @@ impl Visitor for Removal {
 fn unlink(folder: BorrowedFd<'_>, name: &OsStr, flag: UnlinkatFlags) -> Result<(), Errno> {
     match unlinkat(folder, name, flag) {
         Err(Errno::EPERM) => {
-            let mut chattr = Command::new("chattr");
-            chattr.args(["-f", "-i", "-a", "--"]).arg(path_in(folder, OsStr::new("."))).arg(path_in(folder, name));
-            let _ = chattr.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+            let chattr = Tool::new("chattr").args(["-f", "-i", "-a", "--"]).arg(path_in(folder, OsStr::new(".")));
+            let _ = chattr.arg(path_in(folder, name)).run_to_end(SHORT_LIMIT);
             unlinkat(folder, name, flag)
         }
         done => done,
