@@ -69,6 +69,9 @@ pub struct CommandKey {
     pub digest: [u8; 32],
     /// Store the reply, to answer a resent command with it.
     pub keep_reply: bool,
+    /// What the answer to the request shows beside the reply, as JSON ([`CommandRecord`](domain::commit::CommandRecord)).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resolved: Option<String>,
     /// The outbox row that this command settles.
     pub consumes: Option<EventId>,
 }
@@ -77,14 +80,14 @@ impl CommandKey {
     /// A command that an external client may resend.
     #[must_use]
     pub const fn repeatable(id: CommandId, digest: [u8; 32]) -> Self {
-        Self { id, digest, keep_reply: true, consumes: None }
+        Self { id, digest, keep_reply: true, resolved: None, consumes: None }
     }
 
     /// A command that only its directory resends, after a change of owner. Its reply is not stored.
     #[must_use]
     pub(crate) const fn internal(chance: u128) -> Self {
         let id = CommandId(uuid::Builder::from_random_bytes(chance.to_be_bytes()).into_uuid());
-        Self { id, digest: [0; 32], keep_reply: false, consumes: None }
+        Self { id, digest: [0; 32], keep_reply: false, resolved: None, consumes: None }
     }
 
     /// The command that reacts to an event, by name: a reaction may come out differently when the event is redelivered, and the two
@@ -92,7 +95,7 @@ impl CommandKey {
     #[must_use]
     pub fn for_event(event: EventId, command: &str) -> Self {
         let id = command_id(&[b"event", event.0.as_bytes(), command.as_bytes()]);
-        Self { id, digest: [0; 32], keep_reply: false, consumes: Some(event) }
+        Self { id, digest: [0; 32], keep_reply: false, resolved: None, consumes: Some(event) }
     }
 }
 

@@ -13,7 +13,7 @@
 //! Persist, then reply: no reply and no effect leaves before [`CommitOutcome::Applied`] has come in. An input that the phase does not
 //! wait for is ignored.
 
-use crate::command_context::{AskError, AskResult, CommandContext, CommandReply};
+use crate::command_context::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
 use crate::shell_dependencies::{StoreReadError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, CompletedCommand, REFUSED, SetChange, Snapshot, Timer};
@@ -378,12 +378,15 @@ impl<M: Machine> Shell<M> {
         step: &Transition<M>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Commit, CommitBlocked> {
-        let command = match &ask.context.command {
+        // A reply that is kept is found by the id of its command, so that the command needs one.
+        let unnamed = || step.keeps_reply.then(|| CommandKey::internal(ctx.seed));
+        let command = match ask.context.command.clone().or_else(unnamed) {
             None => None,
             Some(key) => Some(CommandRecord {
                 id: key.id,
                 digest: key.digest,
-                reply: if key.keep_reply { Some(redacted_reply(&step.reply)?) } else { None },
+                reply: if key.keep_reply || step.keeps_reply { Some(redacted_reply(&step.reply)?) } else { None },
+                resolved: key.resolved,
                 consumes: key.consumes,
             }),
         };

@@ -48,6 +48,8 @@ pub(crate) enum Count {
     Add(u64),
     /// Refuses a ticket that it has counted.
     AddOnce(u64),
+    /// As `Add`, with a reply that is stored whoever sends it.
+    AddKept(u64),
     Read,
     Wait(Timestamp),
     Poison,
@@ -62,6 +64,7 @@ impl domain::state_machine::Command for Count {
         match self {
             Self::Add(_) => "add",
             Self::AddOnce(_) => "add_once",
+            Self::AddKept(_) => "add_kept",
             Self::Read => "read",
             Self::Wait(_) => "wait",
             Self::Poison => "poison",
@@ -99,13 +102,14 @@ impl Machine for Counter {
         assert!(!next.poisoned, "poisoned");
         match command {
             Count::AddOnce(ticket) if next.tickets.contains(&ticket) => return Err(Refusal::Counted(ticket)),
-            Count::Add(ticket) | Count::AddOnce(ticket) => {
+            Count::Add(ticket) | Count::AddOnce(ticket) | Count::AddKept(ticket) => {
                 next.tickets.push(ticket);
                 let count = next.tickets.len();
                 let event =
                     Event::SkuStateChanged { sku_id: SkuId(ctx.id), from: None, to: format!("counted {ticket}") };
                 let effect = Effect::WakeNode(NodeId(Uuid::from_u128(ticket.into())));
-                return Ok(Transition::to(next, count, "counted").event(event).effect(effect));
+                let step = Transition::to(next, count, "counted").event(event).effect(effect);
+                return Ok(Transition { keeps_reply: matches!(command, Count::AddKept(_)), ..step });
             }
             Count::Read | Count::Tick => return Ok(Transition::stay(next.tickets.len())),
             Count::Wait(until) => next.waits_until = Some(until),

@@ -14,7 +14,9 @@ pub struct IdempotencyRecord {
     pub digest: [u8; 32],
     /// The machine's reply, where a command was committed.
     pub reply: Option<String>,
-    /// The response as it was given; `None` where the request ended before it was stored.
+    /// What the answer shows beside the reply, where it was stored with the commit.
+    pub resolved: Option<String>,
+    /// The response as it was given; `None` where it follows from the reply, or the request ended before it was stored.
     pub answer: Option<String>,
 }
 
@@ -34,10 +36,15 @@ impl IdempotencyRecords {
     /// # Errors
     /// [`StoreError`]
     pub async fn find(&self, id: CommandId) -> Result<Option<IdempotencyRecord>, StoreError> {
-        let query = sqlx::query("SELECT digest, reply::text, answer FROM command WHERE id = $1").bind(id.0);
+        let query = sqlx::query("SELECT digest, reply::text, resolved, answer FROM command WHERE id = $1").bind(id.0);
         let row = self.connections.fetch_optional(query).await;
         let stored = |row: PgRow| {
-            Ok(IdempotencyRecord { digest: row.try_get(0)?, reply: row.try_get(1)?, answer: row.try_get(2)? })
+            Ok(IdempotencyRecord {
+                digest: row.try_get(0)?,
+                reply: row.try_get(1)?,
+                resolved: row.try_get(2)?,
+                answer: row.try_get(3)?,
+            })
         };
         row.and_then(|row| row.map(stored).transpose()).doing("reading the answer of a request")
     }

@@ -165,6 +165,7 @@ impl CommitterBench {
                 id: CommandId(Uuid::new_v4()),
                 digest: [7; 32],
                 reply: Some(r#"{"ok": true}"#.to_owned()),
+                resolved: None,
                 consumes,
             }),
             requires: Vec::new(),

@@ -301,6 +301,29 @@ fn duplicate_command_without_a_stored_reply_is_already_done() {
 }
 
 #[test]
+fn reply_that_the_machine_keeps_is_stored_under_the_id_of_its_command_or_a_new_one() {
+    let mut bench = Bench::ready();
+    let mut stored = |token, context| {
+        let ask = CommandRequest { token, command: Count::AddKept(token), context };
+        let record = match bench.raw(Input::Ask(ask)).as_slice() {
+            [Output::Commit(commit)] => commit.command.clone().unwrap(),
+            other => panic!("{other:?}"),
+        };
+        bench.on(Input::Committed(CommitOutcome::Applied));
+        record
+    };
+    let event = CommandKey::for_event(EventId(Uuid::from_u128(77)), "step");
+    let named = stored(3, context(at(200)).with_key(event.clone()));
+    assert_eq!((named.id, named.reply.as_deref(), named.consumes), (event.id, Some("3"), event.consumes));
+    let unnamed = stored(4, context(at(200)));
+    assert_eq!((unnamed.reply.as_deref(), unnamed.consumes), (Some("4"), None));
+    assert_ne!(unnamed.id, named.id);
+    // What the answer shows beside the reply is stored with either.
+    let shown = CommandKey { resolved: Some("{}".to_owned()), ..key("k") };
+    assert_eq!(stored(5, context(at(200)).with_key(shown)).resolved.as_deref(), Some("{}"));
+}
+
+#[test]
 fn stored_reply_that_cannot_be_decoded_is_an_unknown_outcome() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);

@@ -253,6 +253,7 @@ impl Batch {
             .bind(self.names_of(|commit| &commit.terms.dropped).map(|(ord, ..)| ord).bind_iter())
             .bind(self.names_of(|commit| &commit.terms.dropped).map(|(.., term)| term).bind_iter())
             .bind(self.names_of(|commit| &commit.terms.dropped).map(|(_, entity, _)| entity).bind_iter())
+            .bind(self.column(|job| job.command().and_then(|command| command.resolved.as_deref())).bind_iter())
             .fetch_all(connection)
             .await
     }

@@ -9,12 +9,12 @@ WITH item AS MATERIALIZED (
         $3::uuid[], $4::text[], $5::smallint[], $6::bigint[], $7::bigint[], $8::bigint[], $9::text[], $10::text[],
         $11::text[], $12::text[], $13::uuid[], $14::text[], $15::timestamptz[], $16::timestamptz[], $17::text[],
         $18::timestamptz[], $19::text[], $20::uuid[], $21::bytea[], $22::text[], $23::uuid[], $24::text[], $25::text[],
-        $26::text[], $27::text[], $40::text[], $63::bytea[]
+        $26::text[], $27::text[], $40::text[], $63::bytea[], $69::text[]
     ) WITH ORDINALITY AS item (
         id, kind, shard, epoch, seq, expected, body, from_state,
         to_state, owner, sku, unique_name, wake_at, deadline_at, reason,
         at, command, command_id, digest, reply, consumes, why, actor,
-        correlation_id, traceparent, tracestate, seal, ord
+        correlation_id, traceparent, tracestate, seal, resolved, ord
     )
 ),
 -- Fencing: a transition of a shard that another member owns by now, or of an older epoch, is not written (`Fenced`).
@@ -72,7 +72,7 @@ created AS (
 ),
 passed AS MATERIALIZED (
     SELECT id, kind, shard, epoch, seq, expected, from_state, to_state, wake_at, deadline_at, reason, at, command, command_id,
-           digest, reply, consumes, why, actor, correlation_id, traceparent, tracestate, ord
+           digest, reply, resolved, consumes, why, actor, correlation_id, traceparent, tracestate, ord
     FROM ready WHERE ready.id IN (SELECT id FROM updated UNION ALL SELECT id FROM created)
 ),
 claim_row AS (
@@ -149,8 +149,8 @@ settled AS (
     DELETE FROM outbox USING passed WHERE outbox.id = ANY ($23) AND outbox.id = passed.consumes
 ),
 command_row AS (
-    INSERT INTO command (id, entity, shard, digest, reply)
-    SELECT command_id, id, shard, digest, reply::jsonb FROM passed WHERE command_id IS NOT NULL
+    INSERT INTO command (id, entity, shard, digest, reply, resolved)
+    SELECT command_id, id, shard, digest, reply::jsonb, resolved FROM passed WHERE command_id IS NOT NULL
 ),
 waiting AS (
     INSERT INTO deadline (entity, kind, shard, wake_at, deadline_at, reason)

@@ -7,6 +7,7 @@ use domain::id::{AllocationId, BillingAccountId, PaymentId, Shard};
 use domain::ledger::PostingKind;
 use domain::money::MicroAmount;
 use domain::state_machine::Timestamp;
+use serde::{Deserialize, Serialize};
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 use std::collections::BTreeMap;
@@ -47,7 +48,7 @@ pub struct LedgerFilter {
 }
 
 /// The cost of an allocation, as far as it is posted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllocationCost {
     pub cost: MicroAmount,
     pub billed_until: Option<Timestamp>,

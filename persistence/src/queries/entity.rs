@@ -386,6 +386,21 @@ impl Reads {
         row.and_then(|row| row.map(done).transpose()).doing("reading a command")
     }
 
+    /// The reply of the command that led an entity to this version, as JSON, where it was stored: within the last day.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn reply_at(&self, entity: Uuid, version: i64) -> Result<Option<String>, StoreError> {
+        let query = sqlx::query(
+            "SELECT command.reply::text FROM history JOIN command ON command.id = history.command_id
+             WHERE history.entity = $1 AND history.version = $2 AND command.entity = $1",
+        );
+        let row = self.read_pool.fetch_optional(query.bind(entity).bind(version)).await;
+        let reply = |row: PgRow| row.try_get::<Option<String>, _>(0);
+        let reply = row.and_then(|row| row.map(reply).transpose()).doing("reading the reply of a transition")?;
+        Ok(reply.flatten())
+    }
+
     /// The number of payments into the account of `holder` that wait for `payer` to pay them.
     ///
     /// # Errors

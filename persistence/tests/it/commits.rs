@@ -44,6 +44,13 @@ async fn transition_is_committed_with_all_its_rows() {
         store.reads().orphaned_events(&[commit.shard], Duration::ZERO, &[], 10).await.unwrap().rows
     );
 
+    let command = commit.command.unwrap();
+    let stored = store.reads().idempotency_records().find(command.id).await.unwrap().unwrap();
+    assert_eq!((stored.digest, &stored.resolved, &stored.answer), (command.digest, &command.resolved, &None));
+    let reply = store.reads().reply_at(commit.entity.id, 1).await.unwrap();
+    assert_eq!((&reply, &stored.reply), (&command.reply, &command.reply));
+    assert_eq!(store.reads().reply_at(commit.entity.id, 2).await.unwrap(), None, "there is no such version");
+
     let subject: String = sqlx::query_scalar("SELECT subject FROM outbox").fetch_one(store.pool()).await.unwrap();
     assert_eq!(subject, "sku.state_changed");
 }

@@ -169,7 +169,13 @@ pub(crate) fn event(id: Uuid) -> Event {
 
 pub(crate) fn command(consumes: Option<EventId>) -> CommandRecord {
     let reply = Some(r#"{"ok": true}"#.to_owned());
-    CommandRecord { id: CommandId(Uuid::new_v4()), digest: [7; 32], reply, consumes }
+    CommandRecord {
+        id: CommandId(Uuid::new_v4()),
+        digest: [7; 32],
+        reply,
+        resolved: Some(r#"{"cost": 7}"#.to_owned()),
+        consumes,
+    }
 }
 
 /// The transition after `before`.

@@ -71,6 +71,10 @@ pub struct Allocation {
     pub metadata: Metadata,
     #[serde(default)]
     pub refusals: RefusalAudit,
+    /// The version with which its user is answered: the first in which it is placed, queued or refused. That version's reply is stored with
+    /// its commit. `None` before, and in allocations that an earlier release placed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answered_in: Option<i64>,
 }
 
 /// A user's request, with the price resolved, which must not change later.
@@ -286,12 +290,14 @@ impl Machine for Allocation {
         match (state, command) {
             (None, Command::Request(Request::Create(request))) => Self::create(*request, ctx),
             (None, _) => Err(Rejection::NotFound),
-            (Some(it), Command::Request(request)) => it.execute(request, ctx),
-            (Some(it), Command::Fact(fact)) => Ok(it.apply(fact, ctx)),
+            (Some(it), Command::Request(request)) => {
+                it.execute(request, ctx).map(|step| it.answering_its_user(step, ctx))
+            }
+            (Some(it), Command::Fact(fact)) => Ok(it.answering_its_user(it.apply(fact, ctx), ctx)),
             (Some(it), Command::Maintenance(Maintenance::Reseal { scheduler_request_enc })) => {
                 Ok(it.resealed(scheduler_request_enc))
             }
-            (Some(it), Command::Maintenance(Maintenance::Tick)) => Ok(it.tick(ctx)),
+            (Some(it), Command::Maintenance(Maintenance::Tick)) => Ok(it.answering_its_user(it.tick(ctx), ctx)),
         }
     }
 
@@ -400,6 +406,30 @@ impl Allocation {
             | Phase::Released { last: Some((node_id, placed)), .. } => Some((*node_id, placed)),
             Phase::Requested { .. } | Phase::Released { last: None, .. } => None,
         }
+    }
+
+    /// True while its user waits for the first answer to the request: it is neither placed nor queued nor refused.
+    #[must_use]
+    pub const fn is_unanswered(&self) -> bool {
+        matches!(self.phase, Phase::Requested { look_again_at: None, .. })
+    }
+
+    /// The time of its last change of state.
+    #[must_use]
+    pub fn state_entered_at(&self) -> Timestamp {
+        self.history.last().map_or(self.requested_at, |entry| entry.at)
+    }
+
+    /// The transition `step` from here, with its reply kept where it is the answer to the user's request.
+    fn answering_its_user(&self, mut step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        if self.is_unanswered()
+            && let Some(next) = step.next.as_mut().filter(|next| !next.is_unanswered())
+        {
+            next.answered_in = Some(ctx.version + 1);
+            *step.reply = next.clone();
+            step.keeps_reply = true;
+        }
+        step
     }
 
     /// The number of the clean-up attempt, 0 before the first.

@@ -79,6 +79,8 @@ pub struct CommandRecord {
     pub digest: [u8; 32],
     /// The reply as JSON, returned when the command is repeated. `None` where no caller repeats it.
     pub reply: Option<String>,
+    /// What the answer to the request shows beside the reply, as it was read before the command, as JSON. `None` where the reply suffices.
+    pub resolved: Option<String>,
     /// The outbox row that this command handles; the same commit deletes it.
     pub consumes: Option<EventId>,
 }

@@ -257,6 +257,9 @@ pub struct Transition<M: Machine> {
     /// Versions of other entities that the decision was based on and that must not have changed when it commits.
     pub requires: Vec<Precondition>,
     pub reply: M::Reply,
+    /// The reply is stored with the commit whoever sent the command, for a day: a request that waits for this transition is answered from it,
+    /// and so is each repetition of the request.
+    pub keeps_reply: bool,
     /// Stored in the history: why the entity is in its state.
     pub why: String,
 }
@@ -284,6 +287,7 @@ impl<M: Machine> Transition<M> {
             effects: Vec::new(),
             requires: Vec::new(),
             reply,
+            keeps_reply: false,
             why: String::new(),
         }
     }

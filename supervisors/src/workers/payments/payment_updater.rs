@@ -75,7 +75,8 @@ impl PaymentUpdater {
         fact: Fact,
     ) -> Result<Result<PaymentReply, Rejection>, UpdateError> {
         let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), fact.tag().as_bytes()];
-        let key = CommandKey { id: command_id(&parts), digest: [0; 32], keep_reply: false, consumes: None };
+        let key =
+            CommandKey { id: command_id(&parts), digest: [0; 32], keep_reply: false, resolved: None, consumes: None };
         let context = CommandContext::from_origin(&self.permit, self.origin.clone(), Utc::now() + COMMAND_TIMEOUT)
             .with_key(key)
             .urgent();

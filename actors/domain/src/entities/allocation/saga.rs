@@ -52,6 +52,7 @@ impl Allocation {
             logins: None,
             metadata,
             refusals: RefusalAudit::default(),
+            answered_in: None,
         };
         let phase = requested.phase.clone();
         let requested = requested.in_phase(phase, ctx.now, StatusReason::Requested);

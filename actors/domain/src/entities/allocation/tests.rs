@@ -509,6 +509,27 @@ fn request_without_capacity_fails_at_once_with_a_suggestion() {
 }
 
 #[test]
+fn first_answer_to_the_user_is_kept_with_its_version_and_no_later_reply() {
+    let no_capacity = || Fact::NoCapacity { suggestion: None };
+    for (asked, fact) in [
+        (request(), Fact::Reserved { node_id: NODE, placed: placed() }),
+        (request(), no_capacity()),
+        (queued(), no_capacity()),
+    ] {
+        let story = asked_for(asked);
+        assert!(story.allocation.is_unanswered() && story.allocation.answered_in.is_none());
+        let resent = story.clone().at_its_timer().ask(&worker(), Maintenance::Tick).unwrap();
+        assert!(!resent.keeps_reply && resent.next.unwrap().answered_in.is_none());
+        let step = story.ask(&worker(), fact).unwrap();
+        let next = step.next.unwrap();
+        assert_eq!((step.keeps_reply, next.answered_in), (true, Some(2)), "decided from version 1");
+        assert_eq!(*step.reply, next);
+    }
+    let later = allocation().reserved().ask(&worker(), Fact::Provisioned { node_id: NODE }).unwrap();
+    assert_eq!((later.keeps_reply, later.next.unwrap().answered_in), (false, Some(2)));
+}
+
+#[test]
 fn queued_request_retries_until_its_queue_time_ends() {
     let mut story = asked_for(queued());
     let mut looks = 0;
