@@ -5,7 +5,6 @@ mod name_and_labels;
 mod ssh_access;
 mod view;
 
-use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -20,10 +19,11 @@ use domain::policy::PolicyKey;
 use domain::tenant::Tenant;
 use domain::{EntityKind, NodeId, SshKeyId};
 use persistence::envelope_encryption::SealContext;
-use persistence::queries::ListFilter;
+use persistence::queries::{AllocationCost, ListFilter};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
@@ -41,7 +41,7 @@ use super::request_fields::{
 use super::sku;
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::ReplayedResponse;
-use crate::api::idempotency::request_layer::Idempotent;
+use crate::api::idempotency::request_layer::{Idempotent, IdempotentCommand};
 use crate::app_state::AppState;
 use crate::app_state::read_model::{self, CurrentEntity, current, etag, wait_until};
 use crate::http::error::{ApiError, Code};
@@ -153,30 +153,53 @@ pub(super) async fn list(
 pub(super) async fn create(
     UserRequest(context): UserRequest,
     State(app): State<AppState>,
-    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAllocation>>,
+    IdempotentCommand(request_body::Json(new)): IdempotentCommand<request_body::Json<NewAllocation>>,
 ) -> Result<Response, ApiError> {
-    let answered = match context.committed_reply::<Allocation>()? {
-        Some(answered) => answered,
-        None => {
+    let (resolved, asked_at) = (resolved_request(&app, &context, &new).await, Instant::now());
+    let answered = match resolved {
+        Ok(mut request) => {
             let id = context.new_id();
-            let mut request = resolved_request(&app, &context, &new).await?;
             request.scheduler_request_enc = Some(sealed(&app, id, &new)?);
             // Before the allocation, which may fail at once, and its user is to have the mail.
             introduce(&app, &context).await;
             context.ask::<Allocation>(id, Request::Create(Box::new(request))).await?
         }
+        Err(refusal) => context.committed_reply_or::<Allocation>(refusal).await?,
     };
-    let is_answered =
-        |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
     // A repetition is answered with the allocation that the first request created.
     let id = answered.reply.id.0;
-    let found = wait_until(&app, id, FIRST_REPLY_TIMEOUT, is_answered).await?;
-    let CurrentEntity { it, version } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
+    let found = wait_until(&app, id, FIRST_REPLY_TIMEOUT, |it: &Allocation| !it.is_unanswered()).await?;
+    let found = found.ok_or_else(|| ApiError::not_found("allocation"))?;
     let replayed = replayed(&answered);
+    let Some(CurrentEntity { it, version }) = as_first_answered(&app, &found).await? else {
+        return match placement_error(&found.it) {
+            Some(error) => Err(replayed.refused(error)),
+            None => response(&app, StatusCode::CREATED, replayed, &found.it, found.version).await,
+        };
+    };
+    // A repetition waits as long, from after the commit: it sees the answer too, and does not answer `requested`.
+    if asked_at.elapsed() < FIRST_REPLY_TIMEOUT {
+        context.answer_follows_from_commit();
+    }
     match placement_error(&it) {
         Some(error) => Err(replayed.refused(error)),
-        None => response(&app, StatusCode::CREATED, replayed, &it, version).await,
+        None => Ok(response_from_commit(StatusCode::CREATED, replayed, &it, version, None)),
     }
+}
+
+/// The allocation at the version with which its user is answered, from memory or from that version's reply. `None` where there is none: it
+/// still waits, or an earlier release has placed it.
+async fn as_first_answered(
+    app: &AppState,
+    found: &CurrentEntity<Allocation>,
+) -> Result<Option<CurrentEntity<Allocation>>, ApiError> {
+    let Some(version) = found.it.answered_in else { return Ok(None) };
+    if version == found.version {
+        return Ok(Some(found.clone()));
+    }
+    let Some(reply) = app.reads.reply_at(found.it.id.0, version).await? else { return Ok(None) };
+    let it: Allocation = serde_json::from_str(&reply).map_err(ApiError::internal)?;
+    Ok(Some(CurrentEntity { it: Arc::new(it), version }))
 }
 
 /// One allocation.
@@ -207,7 +230,7 @@ pub(super) async fn release(
     UserRequest(context): UserRequest,
     State(app): State<AppState>,
     Path(id): Path<Uuid>,
-    Idempotent(JsonOrDefault(release)): Idempotent<JsonOrDefault<NewRelease>>,
+    IdempotentCommand(JsonOrDefault(release)): IdempotentCommand<JsonOrDefault<NewRelease>>,
 ) -> Result<Response, ApiError> {
     let request = Request::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
     execute_release(&app, context, id, request).await
@@ -230,9 +253,27 @@ async fn execute_release(
     request: Request,
 ) -> Result<Response, ApiError> {
     let context = context.prioritized();
-    let answered: CommandReply<Box<Allocation>> = context.ask::<Allocation>(id, request).await?;
-    let version = context.version_of(id, &answered).await?;
-    response(app, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
+    let cost = app.reads.allocation_costs(&[id]).await?.remove(&id);
+    let (answered, cost) = context.ask_resolved::<Allocation, _>(id, request, cost).await?;
+    let (version, replayed) = (context.version_of(id, &answered).await?, replayed(&answered));
+    if answered.written || answered.replayed {
+        context.answer_follows_from_commit();
+        Ok(response_from_commit(StatusCode::ACCEPTED, replayed, &answered.reply, version, cost.as_ref()))
+    } else {
+        response(app, StatusCode::ACCEPTED, replayed, &answered.reply, version).await
+    }
+}
+
+/// The response to a command that was committed. It follows from the arguments alone, so that a repetition gets the same one.
+fn response_from_commit(
+    status: StatusCode,
+    replayed: ReplayedResponse,
+    it: &Allocation,
+    version: i64,
+    cost: Option<&AllocationCost>,
+) -> Response {
+    let view = AllocationView::of(it, None, version, cost, it.state_entered_at());
+    (status, replayed, etag(version), Json(view)).into_response()
 }
 
 async fn response(

@@ -1,7 +1,7 @@
 //! The context of a request on its way to a state machine: the caller, the correlation id, the deadline and the idempotency key.
 
 use actors::sharding::{id_created_by, id_of_name};
-use actors::{AskError, CommandContext, CommandReply};
+use actors::{AskError, CommandContext, CommandKey, CommandReply};
 use axum::extract::{FromRequestParts, MatchedPath};
 use axum::http::{Method, header, request};
 use chrono::{DateTime, TimeDelta, Utc};
@@ -10,6 +10,8 @@ use domain::policy::Scopes;
 use domain::role_bindings::RoleBindings;
 use domain::state_machine::Command as _;
 use domain::{CommandId, EntityKind, Machine, Principal};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::marker::PhantomData;
 use uuid::Uuid;
 
@@ -306,6 +308,19 @@ impl RequestContext {
         Ok(Some(CommandReply { reply, replayed: true, written: false, version: 0 }))
     }
 
+    /// Refuses a request before its command, unless an earlier request with this key was answered: then returns the entity's reply to that
+    /// one.
+    ///
+    /// # Errors
+    /// `refusal`, where this is the first request or the earlier one was refused too.
+    pub(crate) async fn committed_reply_or<M: Machine>(
+        &self,
+        refusal: ApiError,
+    ) -> Result<CommandReply<M::Reply>, ApiError> {
+        self.idempotency.refuse_unless_committed(refusal).await?;
+        self.committed_reply::<M>()?.ok_or_else(|| ApiError::internal("a committed command has no reply"))
+    }
+
     /// True where [`RequestContext::committed_reply`] has a reply.
     pub(crate) fn is_replay(&self) -> bool {
         self.idempotency.earlier_reply().is_some()
@@ -314,6 +329,33 @@ impl RequestContext {
     /// The response is computed again at each repetition and never stored, since it is a secret.
     pub(crate) fn never_store_response(&self) {
         self.idempotency.answer_changes();
+    }
+
+    /// The response to the committed command follows from the reply, and from what was resolved for it
+    /// ([`RequestContext::ask_resolved`]): it is sent without a further write.
+    pub(crate) fn answer_follows_from_commit(&self) {
+        self.idempotency.answer_follows_from_commit();
+    }
+
+    /// As [`RequestContext::ask`], with what the response shows beside the reply: that is stored with the commit. For a repeated command it
+    /// returns what was stored with the first one, where that was.
+    pub(crate) async fn ask_resolved<M: Machine, R: Serialize + DeserializeOwned>(
+        &self,
+        id: Uuid,
+        command: impl Into<M::Command>,
+        resolved: R,
+    ) -> Result<(CommandReply<M::Reply>, R), ApiError>
+    where
+        M::Rejection: Explain,
+    {
+        let text = serde_json::to_string(&resolved).map_err(ApiError::internal)?;
+        let answered = self.try_ask_resolved::<M>(id, command, Some(text)).await?.map_err(not_answered)?;
+        let stored = if answered.replayed { self.idempotency.resolved().await? } else { None };
+        match stored {
+            Some(stored) => Ok((answered, serde_json::from_str(&stored).map_err(ApiError::internal)?)),
+            // The first request, or one that a member of the release before this one has committed.
+            None => Ok((answered, resolved)),
+        }
     }
 
     /// Sends `command` to an entity. It commits at most once, however often the request is repeated.
@@ -334,10 +376,19 @@ impl RequestContext {
         id: Uuid,
         command: impl Into<M::Command>,
     ) -> Result<Result<CommandReply<M::Reply>, AskError<M::Rejection>>, ApiError> {
+        self.try_ask_resolved::<M>(id, command, None).await
+    }
+
+    async fn try_ask_resolved<M: Machine>(
+        &self,
+        id: Uuid,
+        command: impl Into<M::Command>,
+        resolved: Option<String>,
+    ) -> Result<Result<CommandReply<M::Reply>, AskError<M::Rejection>>, ApiError> {
         if let Some(answered) = self.committed_reply::<M>()? {
             return Ok(Ok(answered));
         }
-        let key = self.idempotency.command()?;
+        let key = self.idempotency.command()?.map(|key| CommandKey { resolved, ..key });
         let answer = self.send::<M>(id, command.into(), |command_context| match key {
             Some(key) => command_context.with_key(key),
             None => command_context,

@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, Label, PublicKeyText};
-use crate::api::idempotency::request_layer::Idempotent;
+use crate::api::idempotency::request_layer::{Idempotent, IdempotentCommand};
 use crate::api::request_fields::ssh_public_key::{SshPublicKey, SshPublicKeyError};
 use crate::app_state::AppState;
 use crate::app_state::read_model::find;
@@ -145,6 +145,7 @@ pub(super) async fn add(
         fingerprint: key.fingerprint,
     };
     let answered = context.ask::<Tenant>(tenant_of(&context), command).await?;
+    context.answer_follows_from_commit();
     let replayed = replayed(&answered);
     Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &context.caller.user_id))))
 }
@@ -244,7 +245,7 @@ async fn delete_key(context: &RequestContext, owner: &str, id: Uuid) -> Result<S
 pub(super) async fn make_default(
     UserRequest(context): UserRequest,
     Path(id): Path<Uuid>,
-    _: Idempotent<NoBody>,
+    _: IdempotentCommand<NoBody>,
 ) -> Result<impl IntoResponse, ApiError> {
     set_default(&context, &context.caller.user_id, id).await
 }
@@ -260,13 +261,14 @@ pub(super) async fn make_default(
 pub(super) async fn make_default_of_user(
     AdminRequest(context): AdminRequest,
     Path((user_id, id)): Path<(ClaimId, Uuid)>,
-    _: Idempotent<NoBody>,
+    _: IdempotentCommand<NoBody>,
 ) -> Result<impl IntoResponse, ApiError> {
     set_default(&context, &user_id, id).await
 }
 
 async fn set_default(context: &RequestContext, owner: &str, id: Uuid) -> Result<impl IntoResponse + use<>, ApiError> {
     let answered = context.ask::<Tenant>(tenant(owner), Request::MakeDefault { key: SshKeyId(id) }).await?;
+    context.answer_follows_from_commit();
     let replayed = replayed(&answered);
     Ok((replayed, Json(view(key_of(answered.reply)?, owner))))
 }

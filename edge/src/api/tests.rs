@@ -21,6 +21,7 @@ mod harness;
 mod health_rules;
 mod idempotency_key;
 mod inputs;
+mod keyed_writes;
 mod keys;
 mod labels;
 mod nodes;

@@ -10,10 +10,30 @@ pub(crate) struct CapturedLog(Arc<Mutex<Vec<u8>>>);
 impl CapturedLog {
     /// Captures the log of this thread until the guard is dropped.
     pub(crate) fn start() -> (Self, DefaultGuard) {
+        Self::filtered("info")
+    }
+
+    /// Captures the statements that this thread sends to Postgres, until the guard is dropped.
+    pub(crate) fn of_statements() -> (Self, DefaultGuard) {
+        Self::filtered("off,sqlx::query=debug")
+    }
+
+    fn filtered(filter: &str) -> (Self, DefaultGuard) {
         let log = Self::default();
         let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
-        (log, tracing::subscriber::set_default(subscriber))
+        let subscriber = tracing_subscriber::fmt().json().with_env_filter(filter).with_writer(move || writer.clone());
+        (log, tracing::subscriber::set_default(subscriber.finish()))
+    }
+
+    /// The captured statements, in their order.
+    pub(crate) fn statements(&self) -> Vec<String> {
+        let statement = |line: &str| {
+            let fields = serde_json::from_str::<serde_json::Value>(line).unwrap()["fields"].take();
+            // A statement of a few words is in the summary alone.
+            let text = |name: &str| fields[name].as_str().unwrap_or_default().trim().to_owned();
+            Some(text("db.statement")).filter(|text| !text.is_empty()).unwrap_or_else(|| text("summary"))
+        };
+        self.text().lines().map(statement).collect()
     }
 
     pub(crate) fn text(&self) -> String {

@@ -126,6 +126,19 @@ fn sanitized(bytes: &[u8]) -> Result<String, ApiError> {
     }
 }
 
+/// How a response could be stored, without its body.
+pub(super) fn kind_of(response: &Response) -> ResponseKind {
+    if is_secret(response.headers()) {
+        ResponseKind::Secret
+    } else if refusal_code(response).is_some() || is_json(response.headers()) {
+        ResponseKind::Json
+    } else if response.headers().contains_key(header::CONTENT_TYPE) {
+        ResponseKind::Other
+    } else {
+        ResponseKind::Empty
+    }
+}
+
 fn is_secret(headers: &HeaderMap) -> bool {
     let no_store = |value: &HeaderValue| value.to_str().is_ok_and(|text| text.contains("no-store"));
     headers.get_all(header::CACHE_CONTROL).iter().any(no_store)

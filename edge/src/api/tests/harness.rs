@@ -266,6 +266,18 @@ impl ApiHarness {
         self.postgres.execute("UPDATE command SET answer = NULL WHERE reply IS NOT NULL").await;
     }
 
+    /// Stores the response to the command of this name that an entity carried out, as the release before this one does.
+    pub(super) async fn store_response_of(&self, entity: Uuid, command: &str, response: &serde_json::Value) {
+        let of_command = format!("SELECT command_id FROM history WHERE entity = '{entity}' AND command = '{command}'");
+        let statement = format!("UPDATE command SET answer = $answer${response}$answer$ WHERE id = ({of_command})");
+        self.postgres.execute_raw(&statement).await;
+    }
+
+    /// Leaves of the commands what the release before this one stores.
+    pub(super) async fn forget_what_was_resolved(&self) {
+        self.postgres.execute("UPDATE command SET resolved = NULL").await;
+    }
+
     pub(super) fn set_placement(&self, placement: PlacementOutcome) {
         *self.placement.lock().unwrap() = placement;
     }
