@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub, dead_code)]
 
 mod agent_outages;
+mod failing_gpus;
 mod fake_control_plane;
 mod hanging_mount;
 mod skipped_tests;

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
+mod failing_gpus;
 mod gpu_outages;
 mod hostile_tenants;
 mod neighbours;

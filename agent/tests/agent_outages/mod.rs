@@ -3,7 +3,7 @@
 //!
 //! Several machines run at once, since an agent mostly waits. `AGENT_OUTAGES_CASES=200 cargo nextest run -p agent agent_outages` runs more.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use agent::executor::tenant_setup::MARKER;
 use chrono::TimeDelta;
-use fake_nvml::FakeGpu;
 use nix::sys::signal::Signal;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree as _;
@@ -23,6 +22,7 @@ use wire::inventory::{DeviceRef, ExecutorKind};
 use wire::task::{Provision, Release, Task, TaskPayload, TaskResult, TaskStatus};
 
 use super::GpuMachine;
+use super::failing_gpus::{FailingGpus, GpuOutage, gpu_outage};
 use super::fake_control_plane::spawned_agent::sandbox_user;
 use super::fake_control_plane::{SpawnedAgent, eventually};
 use super::hanging_mount::{HangingMount, OwnMounts};
@@ -50,36 +50,10 @@ enum AgentHappening {
         gpu: usize,
         killed_after_ms: Option<u64>,
     },
-    /// Every call about the GPU answers this code (`nvmlReturn_t`).
-    Fails {
-        gpu: usize,
-        code: u32,
-    },
-    /// One function of the library answers it, about all GPUs or one.
-    CallFails {
-        gpu: Option<usize>,
-        call: &'static str,
-        code: u32,
-    },
+    Outage(GpuOutage),
     CallIsLate {
         call: &'static str,
         milliseconds: u64,
-    },
-    Falls {
-        gpu: usize,
-    },
-    Vanishes {
-        gpu: usize,
-    },
-    /// The driver answers for it again.
-    Recovers {
-        gpu: usize,
-    },
-    DriverHangs {
-        hangs: bool,
-    },
-    DriverIsUnloaded {
-        is_unloaded: bool,
     },
     MountHangs {
         hangs: bool,
@@ -125,23 +99,15 @@ const CALLS: [&str; 27] = [
 fn happening() -> impl Strategy<Value = AgentHappening> {
     use AgentHappening as H;
     let gpu = 0..GPUS;
-    // All codes of `nvmlReturn_t`, and one that none of them has.
-    let code = || prop_oneof![1_u32..=30, Just(999), Just(500)];
-    let call = || prop::sample::select(&CALLS[..]);
+    let call = prop::sample::select(&CALLS[..]);
     // About as long as a task takes, so that it is killed at any of its steps.
     let killed_after_ms = || prop::option::weighted(0.3, 0_u64..400);
     prop_oneof![
         8 => (gpu.clone(), killed_after_ms()).prop_map(|(gpu, killed_after_ms)| H::Provision { gpu, killed_after_ms }),
-        6 => (gpu.clone(), killed_after_ms()).prop_map(|(gpu, killed_after_ms)| H::Release { gpu, killed_after_ms }),
-        3 => (gpu.clone(), code()).prop_map(|(gpu, code)| H::Fails { gpu, code }),
-        4 => (prop::option::of(gpu.clone()), call(), code()).prop_map(|(gpu, call, code)| H::CallFails { gpu, call, code }),
-        2 => (call(), prop_oneof![Just(50_u64), Just(700), Just(3_600_000)])
+        6 => (gpu, killed_after_ms()).prop_map(|(gpu, killed_after_ms)| H::Release { gpu, killed_after_ms }),
+        17 => gpu_outage(GPUS, &CALLS).prop_map(H::Outage),
+        2 => (call, prop_oneof![Just(50_u64), Just(700), Just(3_600_000)])
             .prop_map(|(call, milliseconds)| H::CallIsLate { call, milliseconds }),
-        2 => gpu.clone().prop_map(|gpu| H::Falls { gpu }),
-        2 => gpu.clone().prop_map(|gpu| H::Vanishes { gpu }),
-        4 => gpu.prop_map(|gpu| H::Recovers { gpu }),
-        1 => any::<bool>().prop_map(|hangs| H::DriverHangs { hangs }),
-        1 => any::<bool>().prop_map(|is_unloaded| H::DriverIsUnloaded { is_unloaded }),
         1 => any::<bool>().prop_map(|hangs| H::MountHangs { hangs }),
         2 => Just(H::Restart),
         2 => Just(H::Kill),
@@ -158,8 +124,7 @@ struct FailingMachine {
     mounts: Arc<Option<OwnMounts>>,
     node: GpuMachine,
     arguments: Vec<&'static str>,
-    gpus: Vec<FakeGpu>,
-    vanished: BTreeSet<usize>,
+    failing: FailingGpus,
     /// By GPU.
     tenants: BTreeMap<usize, RunningTenant>,
 }
@@ -184,10 +149,10 @@ impl FailingMachine {
         if !reads_kernel_log {
             arguments.extend(["--kernel-log", "/nonexistent/kmsg"]);
         }
-        let (agent, gpus) = (node.agent(&arguments), node.machine.gpus.clone());
+        let (agent, failing) = (node.agent(&arguments), FailingGpus::of(&node.machine));
         let mount_point = tempfile::tempdir().unwrap();
-        let (hanging, vanished, tenants) = (None, BTreeSet::new(), BTreeMap::new());
-        Self { agent, hanging, mount_point, mounts, node, arguments, gpus, vanished, tenants }
+        let (hanging, tenants) = (None, BTreeMap::new());
+        Self { agent, hanging, mount_point, mounts, node, arguments, failing, tenants }
     }
 
     async fn does(&mut self, happening: AgentHappening) {
@@ -196,22 +161,10 @@ impl FailingMachine {
                 self.provision(gpu, killed_after_ms).await;
             }
             AgentHappening::Release { gpu, killed_after_ms } => self.release(gpu, killed_after_ms).await,
-            AgentHappening::Fails { gpu, code } => self.gpus[gpu].error = Some(code),
-            AgentHappening::CallFails { gpu, call, code } => {
-                let errors = match gpu {
-                    Some(gpu) => &mut self.gpus[gpu].errors,
-                    None => &mut self.node.machine.errors,
-                };
-                errors.insert(call.to_owned(), code);
-            }
+            AgentHappening::Outage(outage) => self.failing.suffer(outage, &mut self.node.machine),
             AgentHappening::CallIsLate { call, milliseconds } => {
                 self.node.machine.late_ms.insert(call.to_owned(), milliseconds);
             }
-            AgentHappening::Falls { gpu } => self.gpus[gpu].is_lost = true,
-            AgentHappening::Vanishes { gpu } => drop(self.vanished.insert(gpu)),
-            AgentHappening::Recovers { gpu } => self.recover(gpu),
-            AgentHappening::DriverHangs { hangs } => self.node.machine.hangs = hangs,
-            AgentHappening::DriverIsUnloaded { is_unloaded } => self.node.machine.not_loaded = is_unloaded,
             AgentHappening::MountHangs { hangs } => {
                 let hang = |mounts: &OwnMounts| mounts.hang(self.mount_point.path());
                 self.hanging =
@@ -237,16 +190,8 @@ impl FailingMachine {
 
     /// Writes the machine as it is.
     fn apply(&mut self) {
-        let there = self.gpus.iter().enumerate().filter(|(index, _)| !self.vanished.contains(index));
-        let there = there.map(|(_, gpu)| gpu.clone()).collect();
-        self.node.change(|machine| machine.gpus = there);
-    }
-
-    fn recover(&mut self, gpu: usize) {
-        self.vanished.remove(&gpu);
-        (self.node.machine.errors, self.node.machine.late_ms) = (BTreeMap::new(), BTreeMap::new());
-        let found = &mut self.gpus[gpu];
-        (found.error, found.is_lost, found.errors) = (None, false, BTreeMap::new());
+        let listed = self.failing.listed();
+        self.node.change(|machine| machine.gpus = listed);
     }
 
     fn start_agent(&mut self) {
@@ -261,10 +206,8 @@ impl FailingMachine {
 
     /// Every call about it succeeds.
     fn is_healthy(&self, gpu: usize) -> bool {
-        let (found, machine) = (&self.gpus[gpu], &self.node.machine);
-        let has_failing_calls = !found.errors.is_empty() || !machine.errors.is_empty() || !machine.late_ms.is_empty();
-        let is_gone = found.error.is_some() || found.is_lost || self.vanished.contains(&gpu);
-        !has_failing_calls && !is_gone && !machine.hangs && !machine.not_loaded
+        let machine = &self.node.machine;
+        !self.failing.has_failing_calls(gpu, machine) && !self.failing.is_silent(gpu, machine)
     }
 
     /// The result of a task, which is sent again until there is one.
@@ -291,7 +234,7 @@ impl FailingMachine {
     /// Returns whether a tenant has the GPU by this order.
     async fn provision(&mut self, gpu: usize, killed_after_ms: Option<u64>) -> bool {
         let allocation_id = Uuid::now_v7();
-        let devices = vec![DeviceRef { index: 0, uuid: self.gpus[gpu].uuid.clone() }];
+        let devices = vec![DeviceRef { index: 0, uuid: self.failing.gpus[gpu].uuid.clone() }];
         let order = Provision {
             allocation_id,
             user_name: "tenant".into(),
@@ -352,7 +295,7 @@ impl FailingMachine {
         self.node.next_heartbeat().await;
         (self.node.machine.hangs, self.node.machine.not_loaded, self.hanging) = (false, false, None);
         for gpu in 0..GPUS {
-            self.does(AgentHappening::Recovers { gpu }).await;
+            self.does(AgentHappening::Outage(GpuOutage::Recovers { gpu })).await;
         }
         for gpu in 0..GPUS {
             self.release(gpu, None).await;

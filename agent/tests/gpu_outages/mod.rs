@@ -1,7 +1,7 @@
 //! A driver and GPUs that fail, under the executor that makes Linux users: over a fake of NVIDIA's library (`tests/fake-nvml`).
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,7 +13,7 @@ use agent::executor::{Executor as _, TaskFailure};
 use agent::gpu_probe::GpuProbe;
 use agent::gpus::Gpus;
 use agent::system_executor::{Settings, System, SystemOpenError};
-use fake_nvml::{FakeGpu, FakeMachine};
+use fake_nvml::FakeMachine;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use uuid::Uuid;
@@ -21,6 +21,7 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::inventory::DeviceRef;
 use wire::task::{Provision, Release};
 
+use super::failing_gpus::{FailingGpus, GpuOutage, gpu_outage};
 use super::{
     NAME, STATE, TENANT_UIDS, assert_clean, can, eventually, mode, outcome, overlay_machine, run, spawn, stop,
 };
@@ -360,41 +361,10 @@ fn device_node_that_is_made_later_is_opened_to_present_tenants() {
 /// What happens to the machine or is ordered of the agent.
 #[derive(Debug, Clone, Copy)]
 enum Happening {
-    Provision {
-        gpu: usize,
-    },
-    Release {
-        gpu: usize,
-    },
-    /// Every call about the GPU answers this code (`nvmlReturn_t`).
-    Fails {
-        gpu: usize,
-        code: u32,
-    },
-    /// One function of the library answers it, about all GPUs or one.
-    CallFails {
-        gpu: Option<usize>,
-        call: &'static str,
-        code: u32,
-    },
-    Falls {
-        gpu: usize,
-    },
-    Vanishes {
-        gpu: usize,
-    },
-    Recovers {
-        gpu: usize,
-    },
-    KeepsMemory {
-        gpu: usize,
-    },
-    DriverHangs {
-        hangs: bool,
-    },
-    DriverIsUnloaded {
-        is_unloaded: bool,
-    },
+    Provision { gpu: usize },
+    Release { gpu: usize },
+    Outage(GpuOutage),
+    KeepsMemory { gpu: usize },
     Restart,
     Reconcile,
 }
@@ -413,25 +383,13 @@ const CALLS: [&str; 10] = [
     "nvmlDeviceGetPciInfo",
 ];
 
-/// All codes of `nvmlReturn_t`, and one that none of them has.
-fn code() -> impl Strategy<Value = u32> {
-    prop_oneof![1_u32..=30, Just(UNKNOWN), Just(500)]
-}
-
 fn happening() -> impl Strategy<Value = Happening> {
     let gpu = 0..GPUS;
     prop_oneof![
         6 => gpu.clone().prop_map(|gpu| Happening::Provision { gpu }),
         6 => gpu.clone().prop_map(|gpu| Happening::Release { gpu }),
-        3 => (gpu.clone(), code()).prop_map(|(gpu, code)| Happening::Fails { gpu, code }),
-        3 => (prop::option::of(gpu.clone()), prop::sample::select(&CALLS[..]), code())
-            .prop_map(|(gpu, call, code)| Happening::CallFails { gpu, call, code }),
-        2 => gpu.clone().prop_map(|gpu| Happening::Falls { gpu }),
-        2 => gpu.clone().prop_map(|gpu| Happening::Vanishes { gpu }),
-        1 => gpu.clone().prop_map(|gpu| Happening::KeepsMemory { gpu }),
-        4 => gpu.prop_map(|gpu| Happening::Recovers { gpu }),
-        1 => any::<bool>().prop_map(|hangs| Happening::DriverHangs { hangs }),
-        1 => any::<bool>().prop_map(|is_unloaded| Happening::DriverIsUnloaded { is_unloaded }),
+        16 => gpu_outage(GPUS, &CALLS).prop_map(Happening::Outage),
+        1 => gpu.prop_map(|gpu| Happening::KeepsMemory { gpu }),
         2 => Just(Happening::Restart),
         2 => Just(Happening::Reconcile),
     ]
@@ -444,8 +402,7 @@ const DEADLINE: Duration = Duration::from_secs(2);
 /// The machine, and what it should have.
 struct Model {
     node: DriverNode,
-    gpus: Vec<FakeGpu>,
-    vanished: BTreeSet<usize>,
+    failing: FailingGpus,
     /// By GPU: the allocation and a program of its tenant.
     tenants: BTreeMap<usize, (u128, u32, std::process::Child)>,
     next_id: u128,
@@ -456,57 +413,27 @@ impl Model {
         format!("t{id}")
     }
 
-    /// Nothing can be known of it.
-    fn is_silent(&self, gpu: usize) -> bool {
-        let found = &self.gpus[gpu];
-        let is_gone = found.error.is_some() || found.is_lost || self.vanished.contains(&gpu);
-        is_gone || self.node.machine.hangs || self.node.machine.not_loaded
-    }
-
     /// Every call about it succeeds, and nothing is left on it.
     fn is_healthy(&self, gpu: usize) -> bool {
-        let found = &self.gpus[gpu];
-        !self.is_silent(gpu) && !self.has_failing_calls(gpu) && found.used_mib == 0
-    }
-
-    fn has_failing_calls(&self, gpu: usize) -> bool {
-        !self.gpus[gpu].errors.is_empty() || !self.node.machine.errors.is_empty()
+        let (failing, machine) = (&self.failing, &self.node.machine);
+        !failing.is_silent(gpu, machine) && !failing.has_failing_calls(gpu, machine) && failing.gpus[gpu].used_mib == 0
     }
 
     fn apply(&mut self) {
-        let there = self.gpus.iter().enumerate().filter(|(index, _)| !self.vanished.contains(index));
-        let there = there.map(|(_, gpu)| gpu.clone()).collect();
-        self.node.change(|machine| machine.gpus = there);
+        let listed = self.failing.listed();
+        self.node.change(|machine| machine.gpus = listed);
     }
 
     fn device(&self, gpu: usize) -> DeviceRef {
-        DeviceRef { index: 0, uuid: self.gpus[gpu].uuid.clone() }
+        DeviceRef { index: 0, uuid: self.failing.gpus[gpu].uuid.clone() }
     }
 
     fn does(&mut self, happening: Happening) {
         match happening {
             Happening::Provision { gpu } => self.provision(gpu),
             Happening::Release { gpu } => self.release(gpu),
-            Happening::Fails { gpu, code } => self.gpus[gpu].error = Some(code),
-            Happening::CallFails { gpu, call, code } => {
-                let errors = match gpu {
-                    Some(gpu) => &mut self.gpus[gpu].errors,
-                    None => &mut self.node.machine.errors,
-                };
-                errors.insert(call.to_owned(), code);
-            }
-            Happening::Falls { gpu } => self.gpus[gpu].is_lost = true,
-            Happening::KeepsMemory { gpu } => self.gpus[gpu].used_mib = 5000,
-            Happening::Vanishes { gpu } => drop(self.vanished.insert(gpu)),
-            Happening::Recovers { gpu } => {
-                self.vanished.remove(&gpu);
-                self.node.machine.errors.clear();
-                let found = &mut self.gpus[gpu];
-                (found.error, found.is_lost, found.used_mib) = (None, false, 0);
-                found.errors.clear();
-            }
-            Happening::DriverHangs { hangs } => self.node.machine.hangs = hangs,
-            Happening::DriverIsUnloaded { is_unloaded } => self.node.machine.not_loaded = is_unloaded,
+            Happening::Outage(outage) => self.failing.suffer(outage, &mut self.node.machine),
+            Happening::KeepsMemory { gpu } => self.failing.gpus[gpu].used_mib = 5000,
             Happening::Restart => self.node.restart(DEADLINE),
             Happening::Reconcile => drop(self.node.system.reconcile_devices()),
         }
@@ -545,9 +472,11 @@ impl Model {
         assert!(!program.wait().unwrap().success(), "a program of the tenant was not ended");
         let open = (0..GPUS).filter(|minor| mode(format!("/dev/nvidia{minor}")).2 == uid).count();
         assert_eq!(open, 0, "a device is open to an ended tenant");
-        let is_proved = !self.node.unproved().contains(&self.gpus[gpu].uuid);
+        let is_proved = !self.node.unproved().contains(&self.failing.gpus[gpu].uuid);
         // A GPU that does not support a call has nothing to prove by it.
-        let must_wait = self.is_silent(gpu) || self.gpus[gpu].used_mib > 0 && !self.has_failing_calls(gpu);
+        let (failing, machine) = (&self.failing, &self.node.machine);
+        let keeps_memory = failing.gpus[gpu].used_mib > 0 && !failing.has_failing_calls(gpu, machine);
+        let must_wait = failing.is_silent(gpu, machine) || keeps_memory;
         assert!(!is_proved || !must_wait, "GPU {gpu} is free without a proof");
     }
 
@@ -561,7 +490,7 @@ impl Model {
     fn recovers(mut self) {
         (self.node.machine.hangs, self.node.machine.not_loaded) = (false, false);
         for gpu in 0..GPUS {
-            self.does(Happening::Recovers { gpu });
+            self.does(Happening::Outage(GpuOutage::Recovers { gpu }));
         }
         self.node.restart(Duration::from_secs(20));
         self.node.system.reconcile_devices();
@@ -587,8 +516,8 @@ fn any_outages_of_gpus_and_driver_end_no_tenant_and_outlast_no_release() {
         let next_id = Cell::new(1_u128);
         let ran = TestRunner::new(config).run(&prop::collection::vec(happening(), 8..20), |happenings| {
             let node = DriverNode::start();
-            let (gpus, vanished) = (node.machine.gpus.clone(), BTreeSet::new());
-            let mut model = Model { node, gpus, vanished, tenants: BTreeMap::new(), next_id: next_id.get() };
+            let failing = FailingGpus::of(&node.machine);
+            let mut model = Model { node, failing, tenants: BTreeMap::new(), next_id: next_id.get() };
             for happening in &happenings {
                 model.does(*happening);
             }
