@@ -42,18 +42,4 @@ pub mod terminal;
 pub mod unproved_gpus;
 pub mod validation;
 
-/// An error and its causes on one line, for a log field.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.ends_with(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
-    text
-}
+pub use failures::chain;

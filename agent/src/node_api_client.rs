@@ -611,7 +611,7 @@ fn header(headers: &HeaderMap, name: &str) -> Option<String> {
 
 /// The wait that a header `Retry-After` asks for; [`RETRY_AFTER_MAX`] at most.
 pub(crate) fn parse_retry_after(text: &str, now: DateTime<Utc>) -> Option<Duration> {
-    Some(wire::retry_after::parse(text, now)?.min(RETRY_AFTER_MAX))
+    Some(failures::retry_after::parse(text, now)?.min(RETRY_AFTER_MAX))
 }
 
 #[cfg(test)]

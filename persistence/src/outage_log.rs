@@ -1,7 +1,8 @@
 //! Log lines about an outage, bounded: one at its beginning, one for each further cause, then one a minute, and one at its end.
 
+pub use failures::chain;
+
 use crate::pool::ended_sessions;
-use std::error::Error;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -135,21 +136,6 @@ pub(crate) fn write_succeeded() {
     if let Some(lasted) = ended {
         tracing::info!(seconds = lasted.as_secs_f64(), "the database serves again");
     }
-}
-
-/// An error with its sources, each after a colon.
-#[must_use]
-pub fn chain(error: &(dyn Error + 'static)) -> String {
-    let (mut text, mut source) = (error.to_string(), error.source());
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        // Some libraries print the source in their own text, too.
-        if !text.ends_with(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

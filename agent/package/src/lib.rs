@@ -24,15 +24,4 @@ pub mod signature;
 pub mod source;
 pub mod update;
 
-/// An error with its sources on one line.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        text.push_str(": ");
-        text.push_str(&inner.to_string());
-        source = inner.source();
-    }
-    text
-}
+pub use failures::chain;

@@ -19,7 +19,6 @@
 //! | [`log_gateway_access`] | the token with which a node pushes its logs |
 //! | [`package`] | the names of the agent's package in a registry |
 //! | [`error`] | the error envelope of every refused request |
-//! | [`retry_after`] | the header that says when to send a refused request again |
 
 pub mod address;
 mod base64_bytes;
@@ -34,7 +33,6 @@ pub mod inventory;
 pub mod log_gateway_access;
 pub mod package;
 pub mod recording;
-pub mod retry_after;
 pub mod secret;
 pub mod task;
 pub mod terminal;

@@ -1,12 +1,14 @@
 //! Failures of commands: as text on standard error for people, as JSON there and as the exit code for scripts.
 
+pub(crate) use failures::chain;
+
 use crate::argument_names::SelectedCommand;
 use crate::printable::plain;
 use crate::{Arguments, DEFAULT_PROFILE, amount, argument_names, routes};
 use clap::CommandFactory as _;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::time::Duration;
 
 /// The exit codes. A number never changes its meaning.
@@ -204,20 +206,6 @@ fn remedy(response: &ErrorResponse) -> Option<&'static str> {
         "rate_limited" => "Wait as long as it says, then ask again.",
         _ => return None,
     })
-}
-
-/// `one: its cause: that one's cause`.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let output = cause.to_string();
-        if !text.contains(&output) {
-            let _ = write!(text, ": {output}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 impl fmt::Display for Failure {

@@ -1,7 +1,9 @@
 //! The header `Retry-After` (RFC 9110, section 10.2.3), as services and the proxies before them write it: seconds, or an HTTP date.
 
+use chrono::Utc;
+use failures::retry_after;
 use reqwest::header::{DATE, HeaderMap, RETRY_AFTER};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 /// The shortest wait: a server that asks for none, or names a date that has passed, does not get requests without a pause.
 const SHORTEST: Duration = Duration::from_millis(100);
@@ -10,21 +12,10 @@ const LONGEST: Duration = Duration::from_secs(600);
 
 /// How long the server asks to wait, from [`SHORTEST`] to [`LONGEST`]. `None` where the header is absent, or of neither form.
 pub(crate) fn of(headers: &HeaderMap) -> Option<Duration> {
-    asked(headers).map(|wait| wait.clamp(SHORTEST, LONGEST))
-}
-
-fn asked(headers: &HeaderMap) -> Option<Duration> {
-    let text = |name| headers.get(name)?.to_str().ok().map(str::trim);
-    let value = text(RETRY_AFTER)?;
-    if !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()) {
-        // More digits than the type holds are a long wait.
-        return Some(value.parse().map_or(LONGEST, Duration::from_secs));
-    }
-    let at = httpdate::parse_http_date(value).ok()?;
+    let text = |name| headers.get(name)?.to_str().ok();
     // By the server's own clock, where it says it: the clock of this machine may differ.
-    let now = text(DATE).and_then(|date| httpdate::parse_http_date(date).ok()).unwrap_or_else(SystemTime::now);
-    let left = at.duration_since(now).unwrap_or_default();
-    Some(Duration::from_secs(left.as_secs() + u64::from(left.subsec_nanos() > 0)))
+    let now = text(DATE).and_then(retry_after::date).unwrap_or_else(Utc::now);
+    Some(retry_after::parse(text(RETRY_AFTER)?, now)?.clamp(SHORTEST, LONGEST))
 }
 
 #[cfg(test)]
@@ -65,7 +56,7 @@ mod tests {
 
     #[test]
     fn retry_after_of_a_server_without_a_date_is_by_the_clock_of_this_machine() {
-        let soon = httpdate::fmt_http_date(SystemTime::now() + Duration::from_secs(30));
+        let soon = (Utc::now() + Duration::from_secs(30)).format("%a, %d %b %Y %H:%M:%S GMT").to_string();
         for date in [None, Some("not a date")] {
             let seconds = wait(&soon, date).unwrap();
             assert!((29..=30).contains(&seconds), "{seconds}");

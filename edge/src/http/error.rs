@@ -173,15 +173,7 @@ impl ApiError {
 
 impl Parts {
     pub(crate) fn cause_chain(&self) -> Option<String> {
-        let cause = self.cause.as_deref()?;
-        let mut line = cause.to_string();
-        let mut source = cause.source();
-        while let Some(inner) = source {
-            line.push_str(": ");
-            line.push_str(&inner.to_string());
-            source = inner.source();
-        }
-        Some(line)
+        Some(failures::chain(self.cause.as_deref()?))
     }
 }
 

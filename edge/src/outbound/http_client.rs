@@ -1,7 +1,6 @@
 //! Rules for every outbound HTTP request: TLS is required, and responses are bounded in length.
 
 use std::error::Error;
-use std::fmt;
 use std::net::IpAddr;
 
 use reqwest::header::{CONTENT_TYPE, HeaderMap};
@@ -63,22 +62,7 @@ pub(crate) fn is_tls_failure(error: &(dyn Error + 'static)) -> bool {
 
 /// The error with its sources, without the URL, which may contain secrets.
 pub(crate) fn error_chain(error: reqwest::Error) -> String {
-    ErrorChain(&error.without_url()).to_string()
-}
-
-/// An error with its sources on one line.
-struct ErrorChain<'a>(&'a dyn Error);
-
-impl fmt::Display for ErrorChain<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut source = self.0.source();
-        while let Some(inner) = source {
-            write!(f, ": {inner}")?;
-            source = inner.source();
-        }
-        Ok(())
-    }
+    failures::chain(&error.without_url())
 }
 
 #[cfg(test)]

@@ -148,7 +148,7 @@ impl DevApi {
         let retry_after = answer
             .headers()
             .get(header::RETRY_AFTER)
-            .and_then(|value| wire::retry_after::parse(value.to_str().ok()?, Utc::now()))
+            .and_then(|value| failures::retry_after::parse(value.to_str().ok()?, Utc::now()))
             .unwrap_or(Duration::from_millis(200));
         let text = match answer.bytes().await {
             Ok(text) => text,

@@ -3,6 +3,7 @@
 use crate::cluster::clock::ClockOffset;
 use crate::config::installed_settings::InstalledSettings;
 use chrono::{DateTime, TimeDelta, Utc};
+use failures::chain;
 use persistence::envelope_encryption::KeyRing;
 use persistence::migrate::{Migrations, SchemaError};
 use persistence::pool::{self, ConnectionError, PoolConfig};
@@ -110,16 +111,6 @@ fn judge_connection(error: &ConnectionError) -> DiagnosticFinding {
         }
     };
     DiagnosticFinding::error(text, action)
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        text = format!("{text}: {inner}");
-        source = inner.source();
-    }
-    text
 }
 
 async fn opened(config: &PoolConfig, settings: &InstalledSettings) -> anyhow::Result<Vec<DiagnosticFinding>> {

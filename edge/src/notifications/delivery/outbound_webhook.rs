@@ -152,7 +152,7 @@ fn check_response(answer: &Response, now: DateTime<Utc>) -> Result<(), DeliveryF
         return Ok(());
     }
     let retry_after = answer.headers().get(header::RETRY_AFTER);
-    let wait = retry_after.and_then(|value| wire::retry_after::parse(value.to_str().ok()?, now));
+    let wait = retry_after.and_then(|value| failures::retry_after::parse(value.to_str().ok()?, now));
     let redirected = if status.is_redirection() { "; redirects are not followed" } else { "" };
     Err(DeliveryFailure {
         is_gone: status == StatusCode::GONE,

@@ -14,10 +14,16 @@ pub fn parse(value: &str, now: DateTime<Utc>) -> Option<Duration> {
         // More digits than the type holds are a long wait.
         return Some(value.parse().map_or(LONGEST, Duration::from_secs).min(LONGEST));
     }
-    let at = DateTime::<Utc>::from(httpdate::parse_http_date(value).ok()?);
+    let at = date(value)?;
     // The header has whole seconds: a wait that ends a fraction too early would be refused again.
     let left = at - now + TimeDelta::milliseconds(999);
     Some(Duration::from_secs(left.to_std().unwrap_or_default().as_secs()).min(LONGEST))
+}
+
+/// An HTTP date (RFC 9110, section 5.6.7), as in the header `Date`.
+#[must_use]
+pub fn date(value: &str) -> Option<DateTime<Utc>> {
+    httpdate::parse_http_date(value.trim()).ok().map(DateTime::from)
 }
 
 #[cfg(test)]
