@@ -266,7 +266,9 @@ const fn is_quote(character: char) -> bool {
     matches!(character, '"' | '\'' | '`' | '“' | '”' | '„' | '‘' | '’')
 }
 
-fn is_this_machine(host: &Host<&str>) -> bool {
+/// Whether a connection to it stays on this machine: `localhost` or an address of the loopback interface.
+#[must_use]
+pub fn is_this_machine(host: &Host<&str>) -> bool {
     match host {
         Host::Domain(name) => name.eq_ignore_ascii_case("localhost"),
         Host::Ipv4(address) => address.is_loopback(),

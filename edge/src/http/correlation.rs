@@ -418,6 +418,7 @@ mod tests {
 
     use super::*;
     use crate::testing::body_json;
+    use crate::testing::captured_log::CapturedLog;
 
     const API: Service = Service { name: "api", shows_route: false };
     const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
@@ -498,30 +499,13 @@ mod tests {
         assert!(!onward.contains("00f067aa0ba902b7"));
     }
 
-    #[derive(Clone, Default)]
-    struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
-
-    impl std::io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-
     #[tokio::test]
     async fn failure_is_logged_once_with_its_cause_at_the_level_of_its_urgency() {
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
-        let _logging = tracing::subscriber::set_default(subscriber);
+        let (log, _logging) = CapturedLog::start();
         get_with("/broken", &[("x-correlation-id", "c-2"), ("traceparent", PARENT)], API).await;
         get_with("/login", &[], API).await;
         get_with("/starting", &[], API).await;
-        let written = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let written = log.text();
         let lines: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let [broken, login, starting] = lines.as_slice() else { panic!("{written}") };
         assert_eq!((&broken["level"], &login["level"]), (&"ERROR".into(), &"WARN".into()));

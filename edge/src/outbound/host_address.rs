@@ -76,12 +76,16 @@ impl HostAddress {
             let address: Ipv4Addr = text.parse().map_err(|_| HostError::OddAddress)?;
             return Ok(Self::Address(address.into()));
         }
-        // RFC 6761, section 6.3.
-        if name == "localhost" || name.ends_with(".localhost") {
+        if is_localhost_name(&name) {
             return Err(HostError::Localhost);
         }
         Ok(Self::Name(name))
     }
+}
+
+/// Whether this is a name of this machine by RFC 6761, section 6.3; in lower case, without the dot at the end.
+pub(crate) fn is_localhost_name(name: &str) -> bool {
+    name == "localhost" || name.ends_with(".localhost")
 }
 
 fn ends_in_a_number(name: &str) -> bool {

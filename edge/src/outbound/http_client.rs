@@ -1,18 +1,16 @@
 //! Rules for every outbound HTTP request: TLS is required, and responses are bounded in length.
 
 use std::error::Error;
-use std::net::IpAddr;
 
 use reqwest::header::{CONTENT_TYPE, HeaderMap};
 use reqwest::{Certificate, Client, ClientBuilder, Response, Url, redirect};
+use wire::address::is_this_machine;
 
 /// HTTPS, or HTTP on this machine.
 pub(crate) fn is_secure(address: &str) -> bool {
     let Ok(url) = Url::parse(address) else { return false };
-    let host = url.host_str().unwrap_or_default();
-    let here = host == "localhost"
-        || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
-    url.scheme() == "https" || (url.scheme() == "http" && here)
+    let is_local = url.host().is_some_and(|host| is_this_machine(&host));
+    url.scheme() == "https" || (url.scheme() == "http" && is_local)
 }
 
 /// A builder of clients that follow no redirects and trust `authorities_pem` beside the system's. Without either a client verifies no server, and

@@ -4,6 +4,7 @@
 //! address in the result is checked, and the connection goes to one of these. Redirects are not followed, proxies of the environment are
 //! not used, and only the status and `Retry-After` of a response are read.
 
+use crate::outbound::host_address::is_localhost_name;
 use crate::outbound::http_client::{client_builder, error_chain};
 use crate::outbound::node_probe::{DeniedAddress, Resolve, SystemResolver, embedded_or_same};
 use base64::Engine as _;
@@ -114,7 +115,7 @@ impl Webhooks {
         }
         match literal(&url) {
             Some(address) => self.receivers.check(address).map_err(ReceiverUrlError::Address),
-            None if is_this_machine(&url) => self.receivers.check_name_of_this_machine(),
+            None if names_this_machine(&url) => self.receivers.check_name_of_this_machine(),
             None => Ok(()),
         }
     }
@@ -272,11 +273,8 @@ fn literal(url: &Url) -> Option<IpAddr> {
     url.host_str()?.trim_matches(['[', ']']).parse().ok()
 }
 
-fn is_this_machine(url: &Url) -> bool {
-    url.host_str().is_some_and(|host| {
-        let host = host.trim_end_matches('.');
-        host == "localhost" || host.ends_with(".localhost")
-    })
+fn names_this_machine(url: &Url) -> bool {
+    url.host_str().is_some_and(|host| is_localhost_name(host.trim_end_matches('.')))
 }
 
 #[cfg(test)]
