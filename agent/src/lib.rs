@@ -33,6 +33,7 @@ pub mod server_clock;
 pub mod service_manager;
 pub mod simulated_faults;
 pub mod ssh;
+pub mod stop_signals;
 pub mod storage;
 pub mod system_executor;
 pub mod task_journal;

@@ -6,9 +6,8 @@ use std::process::ExitCode;
 use agent::chain;
 use agent::config::Flags;
 use agent::log_collector::{self, CollectorConfig, CollectorError};
+use agent::stop_signals::StopSignals;
 use clap::Parser;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
 /// The configuration is incomplete or wrong; clap uses the same code for flags.
@@ -71,17 +70,7 @@ fn main() -> ExitCode {
 fn run(config: CollectorConfig) -> Result<(), CollectorError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(CollectorError::Runtime)?.block_on(async {
-        let mut terminate = signal(SignalKind::terminate()).map_err(CollectorError::Runtime)?;
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(CollectorError::Runtime)?;
-        let stop = CancellationToken::new();
-        let stop_signal = stop.clone();
-        tokio::spawn(async move {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
-            stop_signal.cancel();
-        });
+        let stop = StopSignals::listen().map_err(CollectorError::Runtime)?.into_token();
         info!(version = env!("CARGO_PKG_VERSION"), endpoint = config.endpoint, "starting");
         log_collector::run(config, stop).await
     })

@@ -8,10 +8,10 @@ use agent::chain;
 use agent::config::{AgentCommand, AgentConfig, AgentConfigError, Flags};
 use agent::daemon::{Fatal, STOP_TIMEOUT};
 use agent::service_manager::ServiceManager;
+use agent::stop_signals::StopSignals;
 use agent::system_executor::keyrings::revoke_own;
 use agent::terminal::session_handover::hold;
 use clap::Parser as _;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
@@ -75,14 +75,10 @@ fn run(config: AgentConfig, manager: Arc<ServiceManager>) -> Result<(), Box<Fata
     let ended = runtime.block_on(async {
         manager.spawn_watchdog();
         let stop = CancellationToken::new();
-        let mut terminate = signal(SignalKind::terminate()).map_err(not_set_up)?;
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(not_set_up)?;
+        let mut signals = StopSignals::listen().map_err(not_set_up)?;
         let (stop_signal, stop_manager) = (stop.clone(), Arc::clone(&manager));
         tokio::spawn(async move {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
+            signals.received().await;
             info!("stopping");
             end_in_time();
             stop_manager.notify_stopping();

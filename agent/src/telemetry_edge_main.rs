@@ -3,11 +3,10 @@
 use std::process::ExitCode;
 
 use agent::chain;
+use agent::stop_signals::StopSignals;
 use agent::telemetry_edge::{EdgeConfig, serve};
 use clap::Parser;
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
 /// The configuration is incomplete or wrong; clap uses the same code for flags.
@@ -54,16 +53,7 @@ fn run(config: EdgeConfig) -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let listener = TcpListener::bind(config.listen).await?;
-        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let stop = CancellationToken::new();
-        let stop_signal = stop.clone();
-        tokio::spawn(async move {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
-            stop_signal.cancel();
-        });
+        let stop = StopSignals::listen()?.into_token();
         let (listen, tls) = (listener.local_addr()?.to_string(), config.tls.is_some());
         info!(version = env!("CARGO_PKG_VERSION"), listen, tls, requires_client = config.requires_client, "serving");
         serve(listener, config, stop).await;
