@@ -5,6 +5,7 @@ pub mod audit_seal;
 pub mod bare_metal;
 mod close_terminals;
 mod committer_and_loader;
+mod due_entities;
 mod entity_changes;
 pub mod entity_deadlines;
 pub mod event_delivery;

@@ -5,6 +5,7 @@
 //! that was not active before is passivated after its charge.
 
 use super::WorkerDependencies;
+use super::due_entities::DueEntities;
 use super::entity_deadlines::made_progress;
 use super::polling_loop::{self, PollLoopConfig};
 use crate::cluster::ClusterView;
@@ -54,8 +55,7 @@ pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
 /// Charges due accounts.
 pub struct Accrual {
     directory: Directory,
-    view: Arc<ClusterView>,
-    reads: Reads,
+    due: Arc<DueEntities>,
     environment: Arc<dyn Environment>,
     permit: Permit,
     late: Histogram,
@@ -78,7 +78,16 @@ impl Accrual {
         )?;
         registry.register(Box::new(late.clone()))?;
         let permit = authorize(&Principal::system("billing"), Action::Advance)?;
-        Ok(Arc::new(Self { directory, view, reads, environment, permit, late }))
+        let due = Arc::new(DueEntities {
+            directory: directory.clone(),
+            view,
+            reads,
+            environment: Arc::clone(&environment),
+            role: ProcessRole::Billing,
+            kind: EntityKind::BillingAccount,
+            page_size: PAGE_SIZE,
+        });
+        Ok(Arc::new(Self { directory, due, environment, permit, late }))
     }
 
     /// Charges, periodically.
@@ -86,31 +95,11 @@ impl Accrual {
     /// # Errors
     /// Never in practice; what fails is retried with a growing backoff.
     pub async fn run(self: Arc<Self>) -> anyhow::Result<()> {
-        let this = Arc::clone(&self);
-        let find_due = move |excluded| Arc::clone(&this).find_due(excluded).boxed();
+        let due = Arc::clone(&self.due);
+        let find_due = move |excluded| Arc::clone(&due).find(excluded).boxed();
         let work = |due| Arc::clone(&self).charge(due);
         polling_loop::run(POLL_LOOP, find_due, work).await;
         Ok(())
-    }
-
-    async fn find_due(self: Arc<Self>, excluded: Vec<Uuid>) -> Vec<(Uuid, DueTimer)> {
-        let host = self.directory.host();
-        let mut shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
-        shards.extend(self.view.shards_without(ProcessRole::Billing));
-        if shards.is_empty() {
-            return Vec::new();
-        }
-        match self
-            .reads
-            .due_timers(&shards, &[EntityKind::BillingAccount], self.environment.now(), &excluded, PAGE_SIZE)
-            .await
-        {
-            Ok(due) => due.into_iter().map(|due| (due.entity.id, due)).collect(),
-            Err(error) => {
-                tracing::warn!(error = %error, "could not read which accounts are due");
-                Vec::new()
-            }
-        }
     }
 
     /// Charges an account. Returns whether it has made progress.

@@ -4,6 +4,7 @@
 //! A message may be sent twice, where a member dies between the attempt and the commit: its receiver recognizes it by its id.
 
 use super::WorkerDependencies;
+use super::due_entities::DueEntities;
 use super::polling_loop::{self, PollLoopConfig};
 use crate::cluster::ClusterView;
 use crate::process_roles::ProcessRole;
@@ -48,7 +49,7 @@ pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
 /// Delivers due messages.
 pub struct NotificationDelivery {
     directory: Directory,
-    view: Arc<ClusterView>,
+    due: Arc<DueEntities>,
     reads: Reads,
     environment: Arc<dyn Environment>,
     delivery: NotificationSender,
@@ -87,7 +88,16 @@ impl NotificationDelivery {
         }
         let permit = authorize(&Principal::system("notification-delivery"), Action::Advance)?;
         let directory = directory.with_owner_timeout(OWNER_SEARCH_TIMEOUT);
-        Ok(Arc::new(Self { directory, view, reads, environment, delivery, permit, attempts, seconds }))
+        let due = Arc::new(DueEntities {
+            directory: directory.clone(),
+            view,
+            reads: reads.clone(),
+            environment: Arc::clone(&environment),
+            role: ProcessRole::NotificationRelay,
+            kind: EntityKind::NotificationEndpoint,
+            page_size: PAGE_SIZE,
+        });
+        Ok(Arc::new(Self { directory, due, reads, environment, delivery, permit, attempts, seconds }))
     }
 
     /// Delivers, periodically.
@@ -95,31 +105,14 @@ impl NotificationDelivery {
     /// # Errors
     /// Never in practice; what fails is retried with a growing backoff.
     pub async fn run(self: Arc<Self>) -> anyhow::Result<()> {
-        let this = Arc::clone(&self);
-        let find_due = move |excluded| Arc::clone(&this).find_due(excluded).boxed();
+        let due = Arc::clone(&self.due);
+        let find_due = move |excluded| Arc::clone(&due).find(excluded).boxed();
         let work = |due: DueTimer| {
             let this = Arc::clone(&self);
             async move { this.deliver_due(due.entity).await }
         };
         polling_loop::run(POLL_LOOP, find_due, work).await;
         Ok(())
-    }
-
-    async fn find_due(self: Arc<Self>, excluded: Vec<Uuid>) -> Vec<(Uuid, DueTimer)> {
-        let host = self.directory.host();
-        let mut shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
-        shards.extend(self.view.shards_without(ProcessRole::NotificationRelay));
-        if shards.is_empty() {
-            return Vec::new();
-        }
-        let kinds = [EntityKind::NotificationEndpoint];
-        match self.reads.due_timers(&shards, &kinds, self.environment.now(), &excluded, PAGE_SIZE).await {
-            Ok(due) => due.into_iter().map(|due| (due.entity.id, due)).collect(),
-            Err(error) => {
-                tracing::warn!(%error, "could not read which endpoints have messages to send");
-                Vec::new()
-            }
-        }
     }
 
     /// Delivers the due messages of an endpoint. Returns whether it has made progress.
