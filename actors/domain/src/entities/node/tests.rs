@@ -9,6 +9,7 @@ mod health;
 mod health_rules;
 mod integrity;
 mod lifecycle;
+mod long_history;
 mod monitoring;
 mod provided_machine;
 mod recovery;
