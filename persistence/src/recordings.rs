@@ -328,13 +328,11 @@ impl Recordings {
     /// # Errors
     /// [`StoreError`]
     pub async fn bytes(&self, owner: Option<&str>) -> Result<u64, StoreError> {
-        let sum: i64 = sqlx::query_scalar(
-            "SELECT coalesce(sum(bytes), 0)::bigint FROM recording WHERE $1::text IS NULL OR owner = $1",
-        )
-        .bind(owner)
-        .fetch_one(&self.pool)
-        .await
-        .doing("adding up recordings")?;
+        let mut query = QueryBuilder::<Postgres>::new("SELECT coalesce(sum(bytes), 0)::bigint FROM recording");
+        if let Some(owner) = owner {
+            query.push(" WHERE owner = ").push_bind(owner);
+        }
+        let sum: i64 = query.build_query_scalar().fetch_one(&self.pool).await.doing("adding up recordings")?;
         Ok(sum.unsigned_abs())
     }
 

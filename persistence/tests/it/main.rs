@@ -14,6 +14,7 @@ mod ledger;
 mod membership;
 mod migrate;
 mod pool;
+mod query_plans;
 mod reads;
 mod recordings;
 mod reference_model;
