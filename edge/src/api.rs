@@ -242,6 +242,9 @@ fn routes_deprecating(deprecations: &'static [Deprecation]) -> (Router<AppState>
         Admin  Get       "/api/v1/admin/billing/accounts/{id}/payments" (Financial) => payment::list_of, NotFound;
         Bound  PostKeyed "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
 
+        Bound  PostOnce  "/api/v1/admin/billing/payments/{id}/settle-review" (Financial) => payment::settle_review, NotFound, StateConflict;
+        Bound  PostOnce  "/api/v1/admin/billing/payments/{id}/dismiss-review" (Financial) => payment::dismiss_review, NotFound, StateConflict;
+
         Admin  Get       "/api/v1/admin/billing/processor-events" (Financial) => processor_event::list;
         Admin  Get       "/api/v1/admin/billing/processor-events/{id}" (Financial) => processor_event::get, NotFound;
         Bound  PostOnce  "/api/v1/admin/billing/processor-events/{id}/retry" (Financial) => processor_event::retry, NotFound, StateConflict;

@@ -214,13 +214,23 @@ async fn event_that_contradicts_its_payment_waits_for_an_operator_and_posts_noth
     wait_for_event(&cluster, "evt_1", "dead").await;
     let dismissed = cluster.admin.post(&format!("{EVENTS}/{}/dismiss", ids[1]), &why).await.ok();
     assert_eq!(dismissed["state"], "dismissed");
+    let path = format!("/api/v1/billing/payments/{}", payment.0);
+    cluster.user.wait_until(&path, "the review ends", |payment: &Value| payment["state"] == "canceled").await;
     // Nor is a payment deposited that is lost in the database: an operator has to find its payer.
     let lost = intent("pi_9", domain::PaymentId(uuid::Uuid::now_v7()), 5_000, "succeeded");
     cluster.deliver(0, &event("evt_4", "payment_intent.succeeded", &lost)).await.ok();
     let dead = wait_for_event(&cluster, "evt_4", "dead").await;
     assert!(dead["last_error"].as_str().unwrap().contains("is not here"), "{dead}");
-    // A valid event is processed as usual.
+    // The operator has decided about this money: as it was ordered it is reviewed again, and not credited.
     cluster.deliver(0, &event("evt_3", "payment_intent.succeeded", &paid)).await.ok();
+    let dead = wait_for_event(&cluster, "evt_3", "dead").await;
+    assert!(dead["last_error"].as_str().unwrap().contains("pi_1"), "{dead}");
+    assert_eq!(cluster.user.get(&path).await.ok()["state"], "under_review");
+    expect_balance(&cluster, CREDIT).await;
+    // The payment of other money is processed as usual.
+    let other = cluster.insert_open_payment("user", 5_000, "pi_2").await;
+    let paid = intent("pi_2", other, 5_000, "succeeded");
+    cluster.deliver(0, &event("evt_5", "payment_intent.succeeded", &paid)).await.ok();
     expect_balance(&cluster, CREDIT + 5_000).await;
     cluster.shutdown().await;
 }
@@ -273,9 +283,9 @@ async fn payment_in_another_currency_is_credited_as_ordered_or_under_review_unti
     wait_for_event(&cluster, "evt_3", "dead").await;
     cluster.admin.post(&format!("{EVENTS}/{event_id}/dismiss"), &why).await.ok();
     cluster.user.wait_until(&path, "the review ends", |payment: &Value| payment["state"] == "canceled").await;
-    // The processor reports it again.
+    // The processor reports it again: it is decided, and waits for nothing.
     cluster.deliver(0, &event("evt_4", "payment_intent.succeeded", &in_pounds("pi_2", other))).await.ok();
-    wait_for_event(&cluster, "evt_4", "dead").await;
+    wait_for_event(&cluster, "evt_4", "processed").await;
     assert_eq!(cluster.user.get(&path).await.ok()["state"], "canceled");
     expect_balance(&cluster, CREDIT + 5_000).await;
     cluster.shutdown().await;

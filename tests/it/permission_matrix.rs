@@ -172,6 +172,8 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
         // No login has this id.
         one("/api/v1/admin/browser-sessions/{id}", Uuid::nil()),
         one("/api/v1/me/sessions/{id}", browser_session),
+        // No payment has this id.
+        one("/api/v1/admin/billing/payments/{id}", Uuid::nil()),
         // Without a payment processor there are no events.
         one("/api/v1/admin/billing/processor-events/{id}", Uuid::nil()),
         both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),

@@ -61,6 +61,10 @@ pub(crate) enum Command {
         #[arg(add = completion::of(&PAYMENT))]
         payment: Ref,
     },
+    /// Billing operators: ends the review of a payment whose worth you have credited.
+    SettleReview(payments::ReviewDecision),
+    /// Billing operators: ends the review of a payment of which nothing is credited.
+    DismissReview(payments::ReviewDecision),
     /// Refunds a payment, or credits what an allocation has cost.
     Refund(payments::Refund),
     /// Administrators: all accounts, oldest first.
@@ -250,6 +254,8 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Payment { payment } => payments::show(&payment, api).await,
         Command::Pay(wanted) => payments::pay(wanted, api).await,
         Command::CancelPayment { payment } => payments::cancel(&payment, api).await,
+        Command::SettleReview(wanted) => payments::decide_review(&wanted, "settle-review", api).await,
+        Command::DismissReview(wanted) => payments::decide_review(&wanted, "dismiss-review", api).await,
         Command::Refund(wanted) => payments::refund(wanted, api).await,
         Command::Accounts(which) => accounts::list(which, api).await,
         Command::OpenAccount(wanted) => accounts::open(wanted, api).await,

@@ -19,6 +19,7 @@
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
 //! | `nodes list` · `show` · `create` · `update` · `token` · `script` · `reissue` · `tasks` · `run` · `resume` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` · `clear-finding` | `/api/v1/admin/nodes…` |
 //! | `service-accounts list` · `create` · `show` · `delete` · `add-key` · `revoke-key` | `/api/v1/service-accounts…` |
+//! | `billing settle-review` · `dismiss-review` | `/api/v1/admin/billing/payments/{id}/…` |
 //! | `processor-events list` · `show` · `retry` · `dismiss` | `/api/v1/admin/billing/processor-events…` |
 //! | `sessions list [--all]` · `end` · `kill` | `/api/v1/me/sessions…`, `/api/v1/admin/browser-sessions…` |
 //! | `roles list` · `bind` · `revoke` | `/api/v1/admin/platform-roles/bindings` |

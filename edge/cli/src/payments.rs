@@ -82,6 +82,16 @@ pub(crate) struct Refund {
     reason: String,
 }
 
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReviewDecision {
+    /// A payment that is under review.
+    #[arg(add = completion::of(&PAYMENT_KIND))]
+    payment: Ref,
+    /// Why; it is recorded in the audit log.
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+}
+
 const CHECKOUT: [Column; 3] = [("payment", "/id"), ("pay at", "/url"), ("until", "/expires_at")];
 
 const PAYMENTS: [Column; 7] = [
@@ -180,6 +190,13 @@ pub(crate) async fn pay(wanted: Pay, api: &Api) -> Result<(), Failure> {
 pub(crate) async fn cancel(payment: &Ref, api: &Api) -> Result<(), Failure> {
     let id = payment.id(&PAYMENT_KIND, api).await?;
     api.out.show(&api.post_empty(&format!("{}/cancel", path(id))).await?, &PAYMENT)
+}
+
+/// Ends the review of a payment; `way` is the last part of the route.
+pub(crate) async fn decide_review(wanted: &ReviewDecision, way: &str, api: &Api) -> Result<(), Failure> {
+    let id = wanted.payment.id(&PAYMENT_KIND, api).await?;
+    let body = json!({ "reason": wanted.reason });
+    api.out.show(&api.post(&format!("/api/v1/admin/billing/payments/{id}/{way}"), &body).await?, &PAYMENT)
 }
 
 /// Whether the page is open in the user's browser.

@@ -4,6 +4,7 @@ import { node } from "./fixtures.ts";
 import { complaint } from "./gpuctl.ts";
 import { actionsOf, isGone, isToReissue } from "../src/pages/node-actions.ts";
 import { withdraw } from "../src/pages/skus.tsx";
+import { paymentReviewActions } from "../src/pages/payment-review-actions.ts";
 import { rolloutActions } from "../src/pages/rollout-actions.ts";
 import { rentCommand } from "../src/pages/rent.tsx";
 import { end } from "../src/pages/all-sessions.tsx";
@@ -51,6 +52,13 @@ it("that of an approval that is withdrawn is gpuctl's, and asks for the status t
   const lines = (["draft", "active", "deprecated", "inactive"] as const).map((status) => withdraw({ id: "s", name: "h100-8", status }).command({ reason: "r" }));
   expect(lines).toEqual(["deprecate", "activate", "deprecate", "deactivate"].map((way) => `gpuctl skus ${way} h100-8 --reason r`));
   expect(complaints(lines)).toEqual([]);
+});
+
+it("those that end the review of a payment are gpuctl's, and are offered under review alone", () => {
+  const lines = paymentReviewActions({ id: "p", state: "under_review" }).map((action) => action.command?.({ reason: "r" }) ?? "");
+  expect(lines).toEqual(["gpuctl billing settle-review p --reason r", "gpuctl billing dismiss-review p --reason r"]);
+  expect(complaints(lines)).toEqual([]);
+  for (const state of ["open", "deposited", "canceled", null]) expect(paymentReviewActions({ id: "p", state })).toEqual([]);
 });
 
 it("those of every step of a rollout are gpuctl's", () => {

@@ -17,7 +17,7 @@ const NEEDS: readonly (readonly [methods: string, path: RegExp, needs: Permissio
   ["POST", /^\/admin\/allocations\//, "rescue_allocations"],
   ["GET", /^\/admin\/audit-log/, "read_audit"],
   ["GET", /^\/admin\/billing\//, "see_billing"],
-  ["POST", /^\/admin\/billing\/processor-events\//, "settle_processor_events"],
+  ["POST", /^\/admin\/billing\/(payments|processor-events)\//, "settle_processor_events"],
   ["POST", /^\/admin\/billing\/accounts/, "adjust_billing"],
   ["GET POST", /^\/admin\/browser-sessions/, "operate_browser_sessions"],
   ["GET POST DELETE PATCH", /^\/admin\/(health-rules|nodes|rollouts|users)/, "manage_nodes"],
@@ -109,7 +109,7 @@ const MORE: readonly (readonly [address: string, needs: Permission | null])[] = 
 
 /** Stuck entities of each kind that has a page or a remedy. */
 const STUCK = [
-  ["allocation", "release_failed"], ["node", "quarantined"], ["rollout", "stopped"], ["billing_account", "open"], ["processor_event", "dead"], ["terminal_session", "attached"], ["browser_session", "active"],
+  ["allocation", "release_failed"], ["node", "quarantined"], ["rollout", "stopped"], ["billing_account", "open"], ["processor_event", "dead"], ["payment", "under_review"], ["terminal_session", "attached"], ["browser_session", "active"],
   ["key_set", "rotating"], ["sku", "active"], ["notification_endpoint", "failing"],
 ].map(([kind = "", state = ""], index) => ({ ...entity, id: uuid(9000 + index), kind, state, waits_for: kind }));
 

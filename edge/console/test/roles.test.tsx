@@ -45,6 +45,7 @@ describe("what a page is for, and its caller may not do,", () => {
   it.each([
     ["/payment-events", "To retry or dismiss an event you need the role billing_operations.", "Retry…"],
     [`/accounts/${uuid(1)}`, "To credit or debit this account you need the role billing_operations.", "Adjust…"],
+    [`/accounts/${uuid(1)}`, "To settle or dismiss a payment under review you need the role billing_operations.", "Settle…"],
     [`/allocations/${allocation(3).id}`, "To retry the release you need the role admin.", "Retry the release…"],
     ["/stuck", "To retry or force the release you need the role admin.", "Force the release…"],
   ])("is named on %s with its role", async (address, sentence, button) => {

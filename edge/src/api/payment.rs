@@ -5,8 +5,9 @@ mod view;
 
 use axum::Json;
 use axum::extract::State;
+use axum::response::{IntoResponse as _, Response};
 use domain::billing_account::{BillingAccount, Holder};
-use domain::payment::Payment;
+use domain::payment::{Payment, Reply, Request};
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::IntoParams;
@@ -15,12 +16,15 @@ use uuid::Uuid;
 pub(super) use checkout::*;
 
 use super::billing::{holder_of, id_of};
-use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
+use super::commands_with_reason::reason_commands;
+use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, UserRequest, replayed};
+use super::request_fields::ReasonBody;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::app_state::AppState;
 use crate::app_state::read_model::{self, CurrentEntity, current};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery};
-use crate::http::request_body::Path;
+use crate::http::request_body::{self, Path};
 use view::{PaymentView, StateName};
 pub(super) use view::{RefundState, RefundView};
 
@@ -82,6 +86,36 @@ pub(super) async fn list_of(
     let holder = account.ok_or_else(|| ApiError::not_found("billing account"))?.it.holder.clone();
     let page = listing.page("admin/billing/payments", &id.to_string(), Order::OldestFirst)?;
     payments_of(&app, &holder, &listing.filter, &page).await
+}
+
+reason_commands! {
+    Authorized<SettleProcessorEvents>, decide_review => 200 "The payment." PaymentView;
+
+    /// Settles a payment that waits for an operator: you have credited its worth, or paid it back.
+    ///
+    /// It is `under_review`, or `refused` and its refund failed. Credit or pay it first. The money itself is never credited, and what goes back of
+    /// it at the payment processor later waits for an operator. It cannot be undone; repeated it changes nothing.
+    settle_review: SettleReview;
+
+    /// Dismisses a payment that waits for an operator: nothing of it is credited.
+    ///
+    /// It is `under_review`, or `refused` and its refund failed. The money goes back to its payer at the payment processor, or was not paid. It
+    /// cannot be undone; repeated it changes nothing.
+    dismiss_review: DismissReview;
+}
+
+async fn decide_review(
+    _: &AppState,
+    context: RequestContext,
+    id: Uuid,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let answered = context.prioritized().ask::<Payment>(id, request).await?;
+    let replayed = replayed(&answered);
+    let Reply::Payment { payment } = answered.reply else {
+        return Err(ApiError::internal("the machine of payments answered another question"));
+    };
+    Ok((replayed, Json(PaymentView::of(&payment, id_of(&payment.holder)))).into_response())
 }
 
 /// The payment, where the caller may see it: the holder of its account, its payer, or an administrator.

@@ -138,7 +138,7 @@ pub(super) async fn get(
 reason_commands! {
     Authorized<SettleProcessorEvents>, execute => 200 "The event." EventView;
 
-    /// Retries a dead event, or one that waits for its next attempt, at once.
+    /// Retries a dead event, or one that waits for its next attempt or is overdue, at once.
     ///
     /// It has as many attempts as a new one.
     retry: Retry;

@@ -4,7 +4,7 @@
 //! ```text
 //! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
 //!    └────────not opened────────────┼──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
-//!                                   └──paid otherwise──▶ under_review ──settled by an operator──▶ canceled
+//!                                   └──paid otherwise──▶ under_review ──an operator decides──▶ canceled
 //! ```
 //!
 //! Money that arrives after an end counts as any other. Messages of the processor arrive late, twice, in any order or never; each fact is
@@ -35,14 +35,15 @@ use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timesta
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 pub use fact::Fact;
 pub use presentment::Presentment;
 pub use processor_calls::ProcessorCall;
-pub use refund::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
+pub use refund::{NEVER_MADE, ProcessorRefund, Refund, RefundDebit, RefundStatus};
 pub use request::Request;
 pub use reversal::{Reversal, ReversalOrigin};
+pub use review::{EndedReview, ReviewDecision, WaitingMoney};
 
 /// The time to pay. After that the payment is canceled at the processor.
 pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
@@ -78,9 +79,12 @@ pub struct Payment {
     /// What the payer saw and paid, where the processor has converted the amount.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub presented: Option<Presentment>,
-    /// The processor's ids of money that was paid otherwise than ordered, and that an operator has settled: it is never credited.
-    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
-    pub settled: BTreeSet<String>,
+    /// Its reviews that have ended, in their order: their money is never credited by itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reviews: Vec<EndedReview>,
+    /// Other money that was reported during a review: it is looked at when the review has ended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub waiting: Vec<WaitingMoney>,
     /// When outstanding requests are resent.
     pub again: Option<ResendTimer>,
     pub created_at: Timestamp,
@@ -204,6 +208,16 @@ pub enum Rejection {
     TooManyRefunds,
     #[error("the payment has no such refund, or nothing was taken for it")]
     RefundUnknown,
+    #[error("{least} minor units are the least that can be refunded in {}", .currency.as_str())]
+    LessThanCharged { least: i64, currency: Currency },
+    #[error("the review of {processor_id} has ended ({decision}), and this report contradicts that")]
+    Reviewed { processor_id: String, decision: ReviewDecision },
+    #[error("a payment that is {state} is not under review")]
+    NotUnderReview { state: PhaseName },
+    #[error("the review has ended: {decision}")]
+    ReviewEnded { decision: ReviewDecision },
+    #[error("the payment had {} reviews, which is the most", review::MAX_REVIEWS)]
+    TooManyReviews,
 }
 
 impl state_machine::Rejection for Rejection {
@@ -266,9 +280,28 @@ impl state_machine::Rejection for Rejection {
             Self::TooManyRefunds => Explanation::conflict(
                 "So many refunds were asked of this payment already; ask an administrator for more.",
             ),
-            rejection @ (Self::Differs { .. } | Self::PaidTwice { .. } | Self::RefundUnknown) => {
-                Explanation::unexpected(&rejection)
-            }
+            Self::LessThanCharged { least, currency } => Explanation::invalid(
+                format!(
+                    "`amount_minor` must be at least {least}: the payment was charged in {}, and less is not a whole amount there.",
+                    currency.as_str()
+                ),
+                "amount_minor",
+            )
+            .detail("minimum", least),
+            Self::NotUnderReview { state } => Explanation::conflict(format!(
+                "The payment is {state}: only one that is under_review, or refused and not refunded, waits for an operator's decision."
+            ))
+            .detail("state", state.into_str()),
+            Self::ReviewEnded { decision } => Explanation::conflict(format!(
+                "The review has ended already, and its money was {decision}. To correct that, adjust the account: \
+                 POST /api/v1/admin/billing/accounts/{{id}}/adjustments."
+            ))
+            .detail("decision", decision.into_str()),
+            rejection @ (Self::Differs { .. }
+            | Self::PaidTwice { .. }
+            | Self::RefundUnknown
+            | Self::Reviewed { .. }
+            | Self::TooManyReviews) => Explanation::unexpected(&rejection),
         }
     }
 }
@@ -366,13 +399,17 @@ impl Payment {
                     refunds: BTreeMap::new(),
                     reversals: BTreeMap::new(),
                     presented: None,
-                    settled: BTreeSet::new(),
+                    reviews: Vec::new(),
+                    waiting: Vec::new(),
                     again: Some(ResendTimer::first(ctx.now)),
                     created_at: ctx.now,
                 };
                 payment.create(account_id, ctx)
             }
-            Request::Cancel { .. } | Request::Refund { .. } => Err(Rejection::NotFound),
+            Request::Cancel { .. }
+            | Request::Refund { .. }
+            | Request::SettleReview { .. }
+            | Request::DismissReview { .. } => Err(Rejection::NotFound),
         }
     }
 
@@ -381,7 +418,10 @@ impl Payment {
     #[must_use]
     pub fn refunds_no_more_than_was_paid(&self) -> bool {
         let asked = self.refunds.values().map(Refund::gone_minor).fold(0, i64::saturating_add);
-        asked <= self.amount_minor && (0..=self.amount_minor).contains(&self.left_minor())
+        // What a reversal returned beyond what it took is there again.
+        let reversed = self.reversals.values().map(Reversal::gone_minor).fold(0, i64::saturating_add);
+        asked.saturating_add(reversed.min(0)) <= self.amount_minor
+            && (0..=self.amount_minor).contains(&self.left_minor())
     }
 
     fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
@@ -471,15 +511,27 @@ impl Payment {
         presented: Option<Presentment>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        // What was charged in another currency and is settled is the same money in the terms of the order.
-        if self.settled.contains(&processor_id) && presented.as_ref().is_some_and(|it| it.is_charged) {
-            return Ok(Transition::stay(Reply::Done));
+        let is_own = self.paid_as() == Some(&processor_id);
+        if let Some(ended) = self.ended_review(&processor_id).filter(|_| !is_own) {
+            // What was charged in another currency is the same money in the terms of the order.
+            let charged = presented.as_ref().filter(|it| it.is_charged);
+            let (amount, paid_in) = charged.map_or((amount_minor, currency), |it| (it.amount_minor, &it.currency));
+            if self.is_reviewed_as(&processor_id, amount, paid_in) {
+                return Ok(Transition::stay(Reply::Done));
+            }
+            // In other terms it may be an error of the decision, or of the processor.
+            return Err(Rejection::Reviewed { processor_id, decision: ended.decision });
         }
         if !self.was_charged_as(amount_minor, currency) {
             self.check_amount(self.amount_minor, amount_minor, currency)?;
         }
         if self.paid_at().is_some() {
             return self.paid_again(processor_id, charge_id, ctx);
+        }
+        if self.is_under_review_of_other_than(&processor_id) {
+            let currency = currency.clone();
+            return self
+                .wait_for_review(WaitingMoney { processor_id, amount_minor, currency, charge_id, presented }, ctx);
         }
         let next = Self {
             phase: Phase::Paid { at: ctx.now },
@@ -544,7 +596,8 @@ impl Payment {
         let mut next = self.clone();
         let left = self.left_minor();
         if left > 0 {
-            next.refunds.insert(self.refused_deposit_refund_id(), Refund::of_refused_deposit(left, &why, ctx));
+            let refund = Refund::of_refused_deposit(left, self.charged_for(left), &why, ctx);
+            next.refunds.insert(self.refused_deposit_refund_id(), refund);
         }
         next.phase = Phase::Refused { paid_at, at: ctx.now, why };
         self.transition(next, "no account can have it", ctx)

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! received ──worked on──▶ processed ◀── where nothing follows from its type, at once
-//!    └─failed─▶ retrying ─┘   └─too often─▶ dead ──an operator──▶ retrying, dismissed
+//!    └─failed─▶ retrying ─┘   └─too often─▶ dead, or overdue ──an operator──▶ retrying, dismissed
 //! ```
 //!
 //! The processor resends an event until it is answered 200, and occasionally after that: the entity's id is derived from the processor's,
@@ -209,7 +209,7 @@ impl state_machine::Rejection for Rejection {
             )
             .detail("field", "id"),
             Self::WrongState { state } => Explanation::conflict(format!(
-                "The event is {state}: only one that is dead, or retrying, waits for an operator's word."
+                "The event is {state}: only one that is dead, retrying or overdue waits for an operator."
             ))
             .detail("state", state.into_str()),
         }
@@ -353,7 +353,7 @@ impl ProcessorEvent {
     }
 
     fn retry(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        self.check_awaits_operator()?;
+        self.check_awaits_operator(ctx)?;
         let again = ResendTimer::first(ctx.now);
         let next = Self { phase: Phase::Retrying { again }, attempts: 0, ..self.clone() };
         let reply = next.shown();
@@ -363,7 +363,7 @@ impl ProcessorEvent {
     }
 
     fn dismiss(&self, reason: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        self.check_awaits_operator()?;
+        self.check_awaits_operator(ctx)?;
         let audit = self.audit(AuditAction::ProcessorEventsDismiss, &reason);
         let next = Self { phase: Phase::Dismissed { at: ctx.now, reason }, ..self.clone() };
         let reply = next.shown();
@@ -371,9 +371,12 @@ impl ProcessorEvent {
         Ok(Transition::to(next, reply, "an operator has dismissed it").event(self.due()).audit(audit))
     }
 
-    fn check_awaits_operator(&self) -> Result<(), Rejection> {
+    /// An event whose processing neither succeeds nor fails, since its body cannot be opened for example, waits for an operator once it is
+    /// overdue.
+    fn check_awaits_operator(&self, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
         match self.phase {
             Phase::Retrying { .. } | Phase::Dead { .. } => Ok(()),
+            Phase::Received { .. } if ctx.now >= self.received_at + OVERDUE_AFTER => Ok(()),
             Phase::Received { .. } | Phase::Processed { .. } | Phase::Dismissed { .. } => {
                 Err(Rejection::WrongState { state: PhaseName::from(&self.phase) })
             }

@@ -134,6 +134,8 @@ actions! {
     PaymentsCancel "payments.cancel" { holder payer }: "a payer canceled a payment that was not paid";
     PaymentsRefund "payments.refund" { holder payer refund_id amount_minor reason }: "a payer requested a refund";
     PaymentsReverse "payments.reverse" { holder payer reversal_id what amount_minor }: "a refund or a dispute was made, or undone, at the payment processor";
+    PaymentsSettleReview "payments.settle_review" { holder payer processor_id amount_minor currency reason }: "an operator settled a payment of another amount or currency";
+    PaymentsDismissReview "payments.dismiss_review" { holder payer processor_id amount_minor currency reason }: "an operator dismissed a payment of another amount or currency";
     ProcessorEventsRetry "processor_events.retry" { event_id event_type reason }: "an operator had an event of the payment processor processed again";
     ProcessorEventsDismiss "processor_events.dismiss" { event_id event_type reason }: "an operator dismissed an event of the payment processor";
     PlatformRolesBind "platform_roles.bind" { subject role of_oneself reason }: "a platform role was bound to a subject";

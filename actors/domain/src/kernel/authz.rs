@@ -201,7 +201,7 @@ pub enum Action {
     SeeBilling,
     /// Open billing accounts, credit and debit them with a reason.
     AdjustBilling,
-    /// Retry or dismiss events of the payment processor.
+    /// Retry or dismiss events of the payment processor, and end the reviews of payments.
     SettleProcessorEvents,
     /// Announce something to all connected clients.
     Announce,

@@ -16,6 +16,7 @@ import { When } from "../ui/time.tsx";
 import { useAddress, usePart } from "../ui/use-address.ts";
 import { holderOf } from "./accounts.tsx";
 import { Balance } from "./overview.tsx";
+import { paymentReviewActions } from "./payment-review-actions.ts";
 import { StatementTable } from "./statements.tsx";
 
 type Account = Schemas["BillingAccount"];
@@ -159,6 +160,7 @@ function Payments({ id }: { id: string }) {
       <Loaded query={payments}>
         {({ items, isPartial }) => (
           <>
+            {items.some(({ state }) => state === "under_review") && <RoleNeeded needs="settle_processor_events" to="settle or dismiss a payment under review" />}
             <GrowingTable
               label="Payments"
               rows={items}
@@ -169,6 +171,8 @@ function Payments({ id }: { id: string }) {
                 { title: "State", cell: (payment) => <State of={payment.state} /> },
                 { title: "Payer", cell: (payment) => <Plain>{payment.payer}</Plain> },
                 { title: "Begun", cell: (payment) => <When at={payment.created_at} /> },
+                { title: "Note", cell: (payment) => <Plain>{payment.reason}</Plain> },
+                { title: "Actions", cell: (payment) => <Review of={payment} /> },
               ]}
             />
             {isPartial && (
@@ -180,6 +184,16 @@ function Payments({ id }: { id: string }) {
         )}
       </Loaded>
     </Card>
+  );
+}
+
+function Review({ of: payment }: { of: Schemas["Payment"] }) {
+  return (
+    <span className="row-actions">
+      {paymentReviewActions(payment).map((spec) => (
+        <Action key={spec.id} quiet needs="settle_processor_events" spec={spec} />
+      ))}
+    </span>
   );
 }
 

@@ -28,8 +28,8 @@ const DECISIONS: readonly Decision[] = [
 ];
 
 /** What its state allows. */
-export function processorEventActions({ id, state }: { id: string; state: string | null | undefined }): ActionSpec<unknown>[] {
-  if (state !== "dead" && state !== "retrying") return [];
+export function processorEventActions({ id, state, overdue = false }: { id: string; state: string | null | undefined; overdue?: boolean }): ActionSpec<unknown>[] {
+  if (state !== "dead" && state !== "retrying" && !(state === "received" && overdue)) return [];
   return DECISIONS.map(({ way, label, title, consequences, danger = false }) => ({
     id: `${way}-event:${id}`,
     label,

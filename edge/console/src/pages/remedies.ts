@@ -3,11 +3,12 @@ import type { Schemas } from "../api/client.ts";
 import type { Permission } from "../session/me.ts";
 import type { ActionSpec } from "../ui/action.tsx";
 import { forceRelease, retryRelease } from "./allocation-rescue.tsx";
+import { paymentReviewActions } from "./payment-review-actions.ts";
 import { processorEventActions } from "./processor-event-actions.ts";
 import { rolloutActions } from "./rollout-actions.ts";
 import { killTerminal } from "./terminals.tsx";
 
-type Entity = Pick<Schemas["EntityNode"], "kind" | "id" | "state" | "status">;
+type Entity = Pick<Schemas["EntityNode"], "kind" | "id" | "state" | "status" | "overdue">;
 
 export interface Remedies {
   needs: Permission;
@@ -31,12 +32,14 @@ export function remediesOf(entity: Entity): Remedies | null {
   return { ...found, specs: found.specs.map((spec) => ({ ...spec, refreshes: [...spec.refreshes, ...TREE] })) };
 }
 
-function ofKind({ kind, id, state }: Entity): Remedies | null {
+function ofKind({ kind, id, state, overdue }: Entity): Remedies | null {
   switch (kind) {
     case "allocation":
       return state === "release_failed" ? { needs: "rescue_allocations", to: "retry or force the release", specs: [retryRelease({ id }), forceRelease({ id })] } : null;
+    case "payment":
+      return { needs: "settle_processor_events", to: "settle or dismiss the payment", specs: paymentReviewActions({ id, state, overdue }) };
     case "processor_event":
-      return { needs: "settle_processor_events", to: "retry or dismiss the event", specs: processorEventActions({ id, state }) };
+      return { needs: "settle_processor_events", to: "retry or dismiss the event", specs: processorEventActions({ id, state, overdue }) };
     case "rollout":
       return state === "stopped" ? { needs: "manage_nodes", to: "resume or abort the rollout", specs: rolloutActions({ id, state }) } : null;
     case "terminal_session":

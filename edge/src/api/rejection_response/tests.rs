@@ -153,6 +153,9 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         payment::Rejection::MoreThanLeft { left: 7 },
         payment::Rejection::MoreThanLeft { left: 0 },
         payment::Rejection::TooManyRefunds,
+        payment::Rejection::LessThanCharged { least: 7, currency: domain::money::Currency::parse("JPY").unwrap() },
+        payment::Rejection::NotUnderReview { state: payment::PhaseName::Canceled },
+        payment::Rejection::ReviewEnded { decision: payment::ReviewDecision::Dismissed },
     ] {
         row(&mut table, "payment", &rejection.explain());
     }

@@ -420,13 +420,64 @@ async fn payments_are_visible_to_the_account_holder_and_operators() {
 }
 
 #[tokio::test]
+async fn operator_ends_the_review_of_a_payment_that_no_event_reported() {
+    let processor = FakeProcessor::default();
+    let api = ApiHarness::with_processor(&processor).await;
+    api.bind("biller", "billing_operations").await.is(201);
+    let biller = || api.token("biller", &["user"]);
+    let why = json!({ "reason": "its worth was credited" });
+    let path = |id: PaymentId, way: &str| format!("/api/v1/admin/billing/payments/{id}/{way}");
+    let order = |id, way, key: &str| api.post(&path(id, way)).by(&biller()).key(key).json(&why);
+    let [first, second] = ["a", "b"].map(|key| (key.to_owned(), checkout_body(5_000)));
+    let first = id_of(&checkout(&api, &first.0, &first.1).await);
+    let second = id_of(&checkout(&api, &second.0, &second.1).await);
+    for id in [first, second] {
+        order(id, "settle-review", &format!("early {id}")).send().await.refused(409, "state_conflict");
+        let (processor_id, _) = processor.opened_for(id).unwrap();
+        let currency = Currency::parse("GBP").unwrap();
+        api.ask_as_system::<Payment>(id.0, Fact::PaidOtherwise { processor_id, amount_minor: 4_200, currency }).await;
+    }
+    for way in ["settle-review", "dismiss-review"] {
+        api.post(&path(first, way)).admin().json(&why).send().await.refused(403, "forbidden");
+        api.post(&path(first, way)).user("ann").json(&why).send().await.refused(403, "forbidden");
+        api.post(&path(first, way)).by(&biller()).json(&json!({})).send().await.refused(400, "invalid_request");
+        let nobody = PaymentId(Uuid::from_u128(7));
+        order(nobody, way, &format!("nobody {way}")).send().await.refused(404, "not_found");
+    }
+    let settled = order(first, "settle-review", "k1").send().await;
+    assert_eq!((settled.is(200)["state"].as_str(), &settled.body["left_minor"]), (Some("canceled"), &json!(0)));
+    assert!(settled.body["reason"].as_str().unwrap().contains("settled"), "{}", settled.body);
+    assert!(order(first, "settle-review", "k1").send().await.is_replayed());
+    order(first, "settle-review", "k2").send().await.is(200);
+    let refused = order(first, "dismiss-review", "k3").send().await;
+    assert_eq!(refused.refused(409, "state_conflict")["decision"], "settled");
+    assert_eq!(order(second, "dismiss-review", "k4").send().await.is(200)["state"], "canceled");
+    assert_eq!(
+        order(second, "settle-review", "k5").send().await.refused(409, "state_conflict")["decision"],
+        "dismissed"
+    );
+    let log = api.get("/api/v1/admin/audit-log?target_kind=payment").admin().send().await;
+    let rows = log.is(200)["items"].as_array().unwrap().clone();
+    let is_of_a_review = |row: &&Value| row["action"].as_str().unwrap().ends_with("_review");
+    let decisions: Vec<_> = rows.iter().filter(is_of_a_review).collect();
+    let actions: Vec<_> = decisions.iter().map(|row| row["action"].as_str().unwrap()).collect();
+    assert_eq!(actions, ["payments.dismiss_review", "payments.settle_review"]);
+    assert_eq!(decisions[0]["metadata"]["reason"], why["reason"]);
+}
+
+#[tokio::test]
 async fn dispute_is_shown_at_its_payment() {
     let processor = FakeProcessor::default();
     let api = ApiHarness::with_processor(&processor).await;
     let id = deposited(&api, &processor, "k", 5_000).await;
     let currency = Currency::parse("EUR").unwrap();
-    let opened =
-        Fact::Reversed { reversal_id: "dp_1".into(), what: ReversalStep::DisputeOpened, amount_minor: 5_000, currency };
+    let opened = Fact::Reversed {
+        reversal_id: "dp_1".into(),
+        what: ReversalStep::DisputeOpened,
+        amount_minor: 5_000,
+        currency,
+        of: None,
+    };
     api.ask_as_system::<Payment>(id.0, opened).await;
     let shown = api.get(&format!("{PAYMENTS}/{id}")).user("ann").send().await;
     let mut reversal = shown.is(200)["reversals"][0].clone();

@@ -99,7 +99,10 @@ impl PaymentUpdater {
     async fn find_payment(&self, of: Option<&str>) -> Result<PaymentLookup, UpdateError> {
         let Some(of) = of else { return Ok(PaymentLookup::NotOurs) };
         match self.processor.payment(of).await {
-            Ok(record) => Ok(record.and_then(|it| it.payment_id).map_or(PaymentLookup::NotOurs, PaymentLookup::Ours)),
+            Ok(Some(ProcessorPayment { payment_id: Some(payment_id), processor_id, .. })) => {
+                Ok(PaymentLookup::Ours { payment_id, processor_id })
+            }
+            Ok(Some(_) | None) => Ok(PaymentLookup::NotOurs),
             // A retry would be refused too.
             Err(ProcessorError::Refused { why, .. }) => Ok(PaymentLookup::Refused(why)),
             Err(error) => Err(UpdateError::Processor(error)),
@@ -124,7 +127,11 @@ pub(super) struct PaymentReply {
 }
 
 enum PaymentLookup {
-    Ours(PaymentId),
+    Ours {
+        payment_id: PaymentId,
+        /// The processor's id of the money.
+        processor_id: String,
+    },
     NotOurs,
     Refused(String),
 }
@@ -153,8 +160,10 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
         // No money has moved: it is the business of the service that created it.
         Err(Rejection::NotFound) if matches!(command, Fact::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
         Err(rejection) => {
-            if let (Rejection::Differs { .. }, Fact::Paid { processor_id, amount_minor, currency, .. }) =
-                (&rejection, command)
+            if let (
+                Rejection::Differs { .. } | Rejection::Reviewed { .. },
+                Fact::Paid { processor_id, amount_minor, currency, .. },
+            ) = (&rejection, command)
             {
                 let otherwise = Fact::PaidOtherwise { processor_id, amount_minor, currency };
                 return paid_otherwise(updater, payment_id, &about, otherwise, &rejection).await;
@@ -165,7 +174,8 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
 }
 
 /// What was charged is not what was ordered. The processor may have converted the order, which its own order shows; where that is not what
-/// was ordered either, the payment is under review, and its event waits for an operator.
+/// was ordered either, the payment is under review, and its event waits for an operator. So it is with money in terms of the order whose
+/// review has ended: it is not credited beside what an operator has done about it.
 async fn paid_otherwise(
     updater: &PaymentUpdater,
     payment_id: PaymentId,
@@ -203,16 +213,17 @@ pub(super) async fn dismissed(updater: &PaymentUpdater, record: ProcessorPayment
 /// Where it has to be retried.
 pub async fn refund(updater: &PaymentUpdater, record: ProcessorRefundRecord) -> Result<UpdateOutcome, UpdateError> {
     match updater.find_payment(record.of.as_deref()).await? {
-        PaymentLookup::Ours(payment_id) => refund_of(updater, payment_id, record).await,
+        PaymentLookup::Ours { payment_id, processor_id } => refund_of(updater, payment_id, processor_id, record).await,
         PaymentLookup::NotOurs => Ok(UpdateOutcome::NotOurs),
         PaymentLookup::Refused(why) => Ok(UpdateOutcome::Rejected(why)),
     }
 }
 
-/// Records a refund of a payment of ours.
+/// Records a refund of a payment of ours; `of` is the processor's id of the money.
 pub(super) async fn refund_of(
     updater: &PaymentUpdater,
     payment_id: PaymentId,
+    of: String,
     record: ProcessorRefundRecord,
 ) -> Result<UpdateOutcome, UpdateError> {
     let ProcessorRefundRecord { processor_refund_id, refund_id, amount_minor, currency, status, .. } = record;
@@ -236,7 +247,7 @@ pub(super) async fn refund_of(
         ProcessorRefundStatus::Pending | ProcessorRefundStatus::Succeeded => ReversalStep::Refund,
         ProcessorRefundStatus::Failed => ReversalStep::RefundFailed,
     };
-    let reversed = Fact::Reversed { reversal_id: processor_refund_id, what, amount_minor, currency };
+    let reversed = Fact::Reversed { reversal_id: processor_refund_id, what, amount_minor, currency, of: Some(of) };
     updater.update(payment_id, &about, reversed).await
 }
 
@@ -249,14 +260,14 @@ pub async fn dispute(updater: &PaymentUpdater, dispute: Dispute) -> Result<Updat
         DisputeStatus::Opened => ReversalStep::DisputeOpened,
         DisputeStatus::Won => ReversalStep::DisputeWon,
     };
-    let payment_id = match updater.find_payment(dispute.of.as_deref()).await? {
-        PaymentLookup::Ours(payment_id) => payment_id,
+    let (payment_id, of) = match updater.find_payment(dispute.of.as_deref()).await? {
+        PaymentLookup::Ours { payment_id, processor_id } => (payment_id, processor_id),
         PaymentLookup::NotOurs => return Ok(UpdateOutcome::NotOurs),
         PaymentLookup::Refused(why) => return Ok(UpdateOutcome::Rejected(why)),
     };
     let Dispute { dispute_id, amount_minor, currency, .. } = dispute;
     let about = dispute_id.clone();
-    let reversed = Fact::Reversed { reversal_id: dispute_id, what, amount_minor, currency };
+    let reversed = Fact::Reversed { reversal_id: dispute_id, what, amount_minor, currency, of: Some(of) };
     updater.update(payment_id, &about, reversed).await
 }
 
@@ -361,9 +372,32 @@ mod tests {
             dismissed(&bench.updater(3), charged()).await.unwrap();
             assert!(matches!(bench.payment().await.phase, payment::Phase::Canceled { .. }));
             // Reconciliation sees it again and again.
-            assert!(matches!(payment(&bench.updater(4), charged()).await, Ok(UpdateOutcome::Rejected(_))));
+            assert_eq!(payment(&bench.updater(4), charged()).await, KNOWN);
             assert!(matches!(bench.payment().await.phase, payment::Phase::Canceled { .. }));
+            // In the terms of the order it is reviewed again, until that is decided, too.
+            for cause in 5..7 {
+                let outcome = payment(&bench.updater(cause), paid(1000)).await;
+                assert!(matches!(outcome, Ok(UpdateOutcome::Rejected(why)) if why.contains(INTENT)));
+                assert!(matches!(bench.payment().await.phase, payment::Phase::UnderReview { amount_minor: 1000, .. }));
+            }
+            dismissed(&bench.updater(7), paid(1000)).await.unwrap();
+            assert_eq!(payment(&bench.updater(8), paid(1000)).await, KNOWN);
+            assert_eq!(bench.payment().await.paid_at(), None);
+            // It goes back, as was decided; that it comes back again waits for an operator.
+            bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+            assert_eq!(dispute(&bench.updater(9), disputed(DisputeStatus::Opened)).await, KNOWN);
+            let won = dispute(&bench.updater(10), disputed(DisputeStatus::Won)).await;
+            assert!(matches!(won, Ok(UpdateOutcome::Rejected(why)) if why.contains("dismissed")));
         }
+    }
+
+    #[tokio::test]
+    async fn refund_of_money_beside_the_payment_is_rejected_for_an_operator() {
+        let bench = Bench::deposited().await;
+        bench.processor.record.lock().unwrap().as_mut().unwrap().processor_id = "pi_2".to_owned();
+        let outcome = refund(&bench.updater(1), refund_record("re_1", None, ProcessorRefundStatus::Succeeded)).await;
+        assert!(matches!(outcome, Ok(UpdateOutcome::Rejected(why)) if why.contains("pi_2")));
+        assert_eq!(bench.payment().await.left_minor(), 1000);
     }
 
     #[tokio::test]

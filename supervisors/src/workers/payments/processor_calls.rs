@@ -7,7 +7,7 @@ use super::payment_updater::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::workers::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::PaymentId;
-use domain::payment::{Fact, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};
+use domain::payment::{Fact, NEVER_MADE, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};
 use edge::payment_processor::{ProcessorError, ProcessorPaymentStatus, ProcessorRefundRecord, RefundRequest};
 use persistence::{Leases, StoreError};
 use std::sync::Arc;
@@ -29,9 +29,6 @@ const REFUND_LEASE: Duration = Duration::from_secs(30);
 
 /// The assumed difference between the processor's clock and ours.
 const CLOCK_SKEW: TimeDelta = TimeDelta::minutes(10);
-
-/// The placeholder for the processor's id of a refund that it refused.
-const NEVER_MADE: &str = "never_made";
 
 /// Makes processor calls.
 #[derive(Clone)]
@@ -194,7 +191,7 @@ async fn refund(
 ) -> Result<UpdateOutcome, ProcessorCallError> {
     let mut last = None;
     for found in existing_refunds(updater, wanted).await? {
-        last = Some(payment_updater::refund_of(updater, payment_id, found).await?);
+        last = Some(payment_updater::refund_of(updater, payment_id, wanted.processor_id.clone(), found).await?);
     }
     if let Some(outcome) = last {
         return Ok(outcome);
@@ -207,7 +204,7 @@ async fn refund(
         }
         Err(error) => return Err(error.into()),
     };
-    Ok(payment_updater::refund_of(updater, payment_id, record).await?)
+    Ok(payment_updater::refund_of(updater, payment_id, wanted.processor_id.clone(), record).await?)
 }
 
 /// The refunds at the processor under this refund's id.

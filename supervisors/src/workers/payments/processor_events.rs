@@ -102,7 +102,15 @@ impl ProcessorEventHandler {
     async fn settle_review(&self, delivery: &EventDelivery, event: &ProcessorEvent) -> Result<(), String> {
         let Phase::Dismissed { .. } = event.phase else { return Ok(()) };
         let Some(body) = body_of(&self.ring, event) else { return Ok(()) };
-        let body = body.map_err(|error| format!("its body cannot be opened: {error}"))?;
+        let body = match body {
+            Ok(body) => body,
+            // The review is ended at the payment.
+            Err(error) => {
+                let event_id = &event.event_id;
+                tracing::warn!(%error, event_id, "a dismissed event of the payment processor cannot be opened");
+                return Ok(());
+            }
+        };
         match StripeEvent::read(body.expose_secret()).and_then(StripeEvent::update) {
             Ok(ProcessorUpdate::Payment(record)) => {
                 let updater = self.updater.for_cause(event.id.0, delivery.origin.clone());

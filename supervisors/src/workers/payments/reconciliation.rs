@@ -368,6 +368,18 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn money_paid_otherwise_of_which_no_event_arrived_is_under_review() {
+        let bench = Bench::open().await;
+        let reconciler = reconciler(&bench);
+        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+        bench.processor.record.lock().unwrap().as_mut().unwrap().amount_minor = 840;
+        assert_eq!(missed(&reconciler).await.unwrap(), 0);
+        assert_eq!(reconciler.contradicted.get(), 1);
+        let phase = bench.payment().await.phase;
+        assert!(matches!(phase, domain::payment::Phase::UnderReview { amount_minor: 840, .. }), "{phase:?}");
+    }
+
+    #[tokio::test]
     async fn long_lookback_is_repeated_until_it_succeeds_and_then_periodically() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);

@@ -1,5 +1,6 @@
 //! What the payments worker and the billing account report to a payment.
 
+use super::reversal::ReportedReversal;
 use super::{Payment, PaymentFailure, Presentment, RefundStatus, Rejection, ReversalStep};
 use crate::id::RefundId;
 use crate::money::Currency;
@@ -35,7 +36,7 @@ pub enum Fact {
         amount_minor: i64,
         currency: Currency,
     },
-    /// An operator has settled what was paid otherwise.
+    /// An operator has dismissed the processor's event about what was paid otherwise.
     ReviewSettled {
         processor_id: String,
     },
@@ -77,6 +78,9 @@ pub enum Fact {
         what: ReversalStep,
         amount_minor: i64,
         currency: Currency,
+        /// The processor's id of the money that it is of.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        of: Option<String>,
     },
     /// The account has posted the reversal, or its undoing.
     ReversalPosted {
@@ -94,9 +98,9 @@ impl Payment {
                 self.paid(processor_id, amount_minor, &currency, charge_id, presented, ctx)
             }
             Fact::PaidOtherwise { processor_id, amount_minor, currency } => {
-                Ok(self.paid_otherwise(processor_id, amount_minor, currency, ctx))
+                self.paid_otherwise(processor_id, amount_minor, currency, ctx)
             }
-            Fact::ReviewSettled { processor_id } => Ok(self.review_settled(&processor_id, ctx)),
+            Fact::ReviewSettled { processor_id } => Ok(self.event_dismissed(&processor_id, ctx)),
             Fact::NotPaid { processor_id, outcome, why } => Ok(self.not_paid(&processor_id, outcome, why, ctx)),
             Fact::Deposited => Ok(self.deposited(ctx)),
             Fact::DepositRefused { why } => Ok(self.deposit_refused(why, ctx)),
@@ -106,8 +110,8 @@ impl Payment {
                 self.refund_at(refund_id, processor_refund_id, status, amount_minor, ctx)
             }
             Fact::GivenBack { refund_id } => self.given_back(refund_id, ctx),
-            Fact::Reversed { reversal_id, what, amount_minor, currency } => {
-                self.reversed(reversal_id, what, amount_minor, &currency, ctx)
+            Fact::Reversed { reversal_id, what, amount_minor, currency, of } => {
+                self.reversed(ReportedReversal { reversal_id, what, amount_minor, currency, of }, ctx)
             }
             Fact::ReversalPosted { reversal_id, is_undone } => Ok(self.reversal_posted(&reversal_id, is_undone, ctx)),
         }

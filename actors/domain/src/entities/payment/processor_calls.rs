@@ -106,7 +106,7 @@ impl Payment {
                     payment_id,
                     refund_id,
                     holder: holder.clone(),
-                    amount_minor: *amount_minor,
+                    amount_minor: refund.credit_minor(*amount_minor),
                 }),
                 (RefundDebit::Taken { .. }, Some(RefundStatus::Pending | RefundStatus::Succeeded))
                 | (RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. }, _) => {}
@@ -136,12 +136,13 @@ impl Payment {
     }
 
     pub(super) fn refund_due(&self, refund_id: RefundId) -> Option<Event> {
-        let RefundDebit::Taken { amount_minor } = self.refunds.get(&refund_id)?.taking else { return None };
+        let refund = self.refunds.get(&refund_id)?;
+        let RefundDebit::Taken { amount_minor } = refund.taking else { return None };
         Some(Event::RefundDue {
             payment_id: self.id,
             refund_id,
             processor_id: self.processor_id.clone()?,
-            amount_minor: self.charged_minor(amount_minor),
+            amount_minor: refund.charged_minor.unwrap_or(amount_minor),
             currency: self.charged_currency().clone(),
         })
     }
@@ -154,11 +155,13 @@ impl super::Reversal {
         holder: &crate::account_holder::Holder,
         id: &str,
     ) -> Option<Event> {
-        let (holder, reversal_id, amount_minor) = (holder.clone(), id.to_owned(), self.amount_minor);
+        let (holder, reversal_id) = (holder.clone(), id.to_owned());
         let is_dispute = self.made == ReversalOrigin::Dispute;
         if self.is_to_be_posted() {
+            let amount_minor = self.amount_minor;
             Some(Event::PaymentReversed { payment_id, holder, reversal_id, is_dispute, amount_minor })
         } else if self.is_to_be_posted_back() {
+            let amount_minor = self.credit_minor();
             Some(Event::ReversalUndone { payment_id, holder, reversal_id, is_dispute, amount_minor })
         } else {
             None

@@ -1,6 +1,6 @@
 //! Refunds that the payer requests: debited from the account first, then paid by the processor.
 
-use super::{MAX_REFUNDS, Payment, Phase, PhaseName, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal};
+use super::{MAX_REFUNDS, Payment, Phase, PhaseName, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal, differs};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
@@ -10,11 +10,20 @@ use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+/// The placeholder for the processor's id of a refund that it refused, or that is too small for it.
+pub const NEVER_MADE: &str = "never_made";
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refund {
     pub reason: String,
     pub asked_at: Timestamp,
     pub taking: RefundDebit,
+    /// What the processor refunds for it, where it charged another currency: fixed with the debit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub charged_minor: Option<i64>,
+    /// What the account is credited once it has failed, where that is not what it was debited: rounding has moved to another part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub returned_minor: Option<i64>,
     /// Its state at the processor.
     pub at_processor: Option<ProcessorRefund>,
 }
@@ -58,9 +67,21 @@ pub enum RefundStatus {
 
 impl Refund {
     /// The refund of a deposit that no account has: it need not be debited.
-    pub(super) fn of_refused_deposit(amount_minor: i64, why: &str, ctx: &TransitionContext<'_>) -> Self {
+    pub(super) fn of_refused_deposit(
+        amount_minor: i64,
+        charged_minor: Option<i64>,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Self {
         let taking = RefundDebit::Taken { amount_minor };
-        Self { reason: why.to_owned(), asked_at: ctx.now, taking, at_processor: None }
+        Self {
+            reason: why.to_owned(),
+            asked_at: ctx.now,
+            taking,
+            charged_minor,
+            returned_minor: None,
+            at_processor: None,
+        }
     }
 
     pub(super) fn status(&self) -> Option<RefundStatus> {
@@ -73,7 +94,16 @@ impl Refund {
         match self.taking {
             RefundDebit::Asked { most_minor, .. } => most_minor,
             RefundDebit::Taken { amount_minor } => amount_minor,
-            RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. } => 0,
+            RefundDebit::GivenBack { amount_minor } => amount_minor - self.credit_minor(amount_minor),
+            RefundDebit::Refused { .. } => 0,
+        }
+    }
+
+    /// What the account is credited once it has failed.
+    pub(super) const fn credit_minor(&self, taken_minor: i64) -> i64 {
+        match self.returned_minor {
+            Some(returned) => returned,
+            None => taken_minor,
         }
     }
 
@@ -122,12 +152,16 @@ impl Payment {
         if most_minor <= 0 || most_minor > left {
             return Err(Rejection::MoreThanLeft { left });
         }
+        if let Some(least) = self.least_refund_minor().filter(|least| most_minor < left.min(*least)) {
+            return Err(Rejection::LessThanCharged { least, currency: self.charged_currency().clone() });
+        }
         let audit = self.audit(
             AuditAction::PaymentsRefund,
             json!({ "refund_id": refund_id, "amount_minor": amount_minor, "reason": reason }),
         );
         let taking = RefundDebit::Asked { most_minor, is_exact: amount_minor.is_some() };
-        let refund = Refund { reason, asked_at: ctx.now, taking, at_processor: None };
+        let refund =
+            Refund { reason, asked_at: ctx.now, taking, charged_minor: None, returned_minor: None, at_processor: None };
         let mut next = self.clone();
         next.refunds.insert(refund_id, refund);
         Ok(self.transition(next, "the payer requested a refund", ctx).audit(audit))
@@ -145,7 +179,18 @@ impl Payment {
         if amount_minor <= 0 || amount_minor > most_minor || (is_exact && amount_minor != most_minor) {
             self.check_amount(most_minor, amount_minor, &self.currency)?;
         }
-        Ok(self.taking(refund_id, RefundDebit::Taken { amount_minor }, "taken from the account for the payer", ctx))
+        let charged_minor = self.charged_for(amount_minor);
+        let mut next = self.clone();
+        if let Some(refund) = next.refunds.get_mut(&refund_id) {
+            refund.taking = RefundDebit::Taken { amount_minor };
+            refund.charged_minor = charged_minor;
+            // Less than the processor can refund: the account gets it back.
+            if charged_minor == Some(0) {
+                let (processor_refund_id, status) = (NEVER_MADE.to_owned(), RefundStatus::Failed);
+                refund.at_processor = Some(ProcessorRefund { processor_refund_id, status });
+            }
+        }
+        Ok(self.transition(next, "taken from the account for the payer", ctx))
     }
 
     pub(super) fn refund_refused(
@@ -178,7 +223,10 @@ impl Payment {
         else {
             return Err(Rejection::RefundUnknown);
         };
-        self.check_amount(self.charged_minor(taken), amount_minor, &self.currency)?;
+        let charged = refund.charged_minor.unwrap_or(taken);
+        if charged != amount_minor {
+            return Err(differs(charged, self.charged_currency(), amount_minor, self.charged_currency()));
+        }
         if let Some(known) = refund.at_processor.as_ref().filter(|it| it.processor_refund_id != processor_refund_id) {
             return Err(Rejection::PaidTwice { as_of: known.processor_refund_id.clone(), again: processor_refund_id });
         }
@@ -187,11 +235,16 @@ impl Payment {
         }
         let mut next = self.clone();
         // Received before as a reversal: it was this refund, and was debited already.
-        if let Some(reversal) = next.reversals.get_mut(&processor_refund_id) {
-            reversal.is_undone = true;
-        }
+        next.undo_reversal(&processor_refund_id);
+        let charged = refund.charged_minor.filter(|_| status == RefundStatus::Failed);
+        let returned_minor = charged.and_then(|charged| next.part_of_undoing(charged));
         if let Some(refund) = next.refunds.get_mut(&refund_id) {
             refund.at_processor = Some(ProcessorRefund { processor_refund_id, status });
+            refund.returned_minor = returned_minor;
+            // Nothing is to be posted.
+            if returned_minor == Some(0) {
+                refund.taking = RefundDebit::GivenBack { amount_minor: taken };
+            }
         }
         let step = self.transition(next, "the payment processor reports a refund", ctx);
         // The event has no reaction: it is for notifications.
@@ -225,10 +278,20 @@ impl Payment {
         if let Some(pending) = self.refunds.values().find(pending) {
             return pending.deadline();
         }
+        let waits_for = "no account can take the payment: an operator has to refund it at the payment processor";
+        self.is_not_paid_back().then(|| Deadline::new(at, waits_for))
+    }
+
+    /// True of a refused payment that no refund under way pays back, and that no operator has ended.
+    pub(super) fn is_not_paid_back(&self) -> bool {
+        let pending = |refund: &Refund| matches!(refund.status(), None | Some(RefundStatus::Pending));
+        if self.refunds.values().any(pending) {
+            return false;
+        }
         let paid_back = self.refunds.values().filter(|refund| refund.status() == Some(RefundStatus::Succeeded));
         let back = paid_back.map(Refund::gone_minor).chain(self.reversals.values().map(Reversal::gone_minor));
-        let waits_for = "no account can take the payment: an operator has to refund it at the payment processor";
-        (back.fold(0, i64::saturating_add) < self.amount_minor).then(|| Deadline::new(at, waits_for))
+        let is_ended = self.processor_id.as_deref().is_some_and(|own| self.ended_review(own).is_some());
+        !is_ended && back.fold(0, i64::saturating_add) < self.amount_minor
     }
 
     fn known(&self, refund_id: RefundId) -> Result<&Refund, Rejection> {

@@ -1,6 +1,6 @@
-//! What the payer asks of a payment.
+//! What the payer and operators ask of a payment.
 
-use super::{Payment, Rejection};
+use super::{Payment, Rejection, ReviewDecision};
 use crate::account_holder::Holder;
 use crate::authz::Action;
 use crate::id::{BillingAccountId, RefundId, UserId};
@@ -8,7 +8,7 @@ use crate::money::Currency;
 use crate::state_machine::{self, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
-/// What the payer asks of a payment.
+/// What the payer and operators ask of a payment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
@@ -27,6 +27,10 @@ pub enum Request {
     Cancel { closed: Option<String> },
     /// The payer requests a refund of an amount, or of all that is left.
     Refund { refund_id: RefundId, amount_minor: Option<i64>, reason: String },
+    /// An operator ends its review: the worth of the money was credited to an account.
+    SettleReview { reason: String },
+    /// An operator ends its review: nothing of the money is credited.
+    DismissReview { reason: String },
 }
 
 impl state_machine::Request for Request {
@@ -34,6 +38,7 @@ impl state_machine::Request for Request {
         match self {
             Self::Create { .. } | Self::Cancel { .. } => Action::Pay,
             Self::Refund { .. } => Action::AskMoneyBack,
+            Self::SettleReview { .. } | Self::DismissReview { .. } => Action::SettleProcessorEvents,
         }
     }
 
@@ -48,6 +53,8 @@ impl Payment {
             Request::Create { .. } => Err(Rejection::Exists),
             Request::Cancel { closed } => self.cancel(closed.as_deref(), ctx),
             Request::Refund { refund_id, amount_minor, reason } => self.refund(refund_id, amount_minor, reason, ctx),
+            Request::SettleReview { reason } => self.decide_review(ReviewDecision::Settled, &reason, ctx),
+            Request::DismissReview { reason } => self.decide_review(ReviewDecision::Dismissed, &reason, ctx),
         }
     }
 }

@@ -1,15 +1,89 @@
 //! The review of a payment: the processor was paid in its name, in another amount or currency than was ordered. No account is credited with
-//! such money; an operator settles it, at the processor or by an adjustment.
+//! such money. An operator settles it, where they have credited its worth by an adjustment, or dismisses it, where the money goes back or was
+//! not paid; a whole refund at the processor ends it, too (deploy/decisions/0098). In the same way an operator ends the wait of money that no
+//! account can have, and that cannot be refunded.
 
-use super::{Payment, Phase, Rejection, Reply, ReversalStep, differs};
+use super::reversal::ReportedReversal;
+use super::{Payment, Phase, PhaseName, Presentment, Rejection, Reply, ReversalStep, differs};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::money::{Currency, MicroAmount};
-use crate::state_machine::{Transition, TransitionContext};
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// The bound of reviews of one payment.
+pub(super) const MAX_REVIEWS: usize = 100;
+
+/// A review that has ended. Its money is never credited by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EndedReview {
+    /// The processor's id of what was paid.
+    pub processor_id: String,
+    pub amount_minor: i64,
+    pub currency: Currency,
+    pub decision: ReviewDecision,
+    pub at: Timestamp,
+}
+
+/// The bound of [`Payment::waiting`].
+pub(super) const MAX_WAITING: usize = 16;
+
+/// Money that was reported while other money was under review.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitingMoney {
+    pub processor_id: String,
+    pub amount_minor: i64,
+    pub currency: Currency,
+    pub charge_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub presented: Option<Presentment>,
+}
+
+/// How a review has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::Display)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum ReviewDecision {
+    /// An operator has credited its worth to an account.
+    Settled,
+    /// An operator has decided that nothing is credited: the money goes back, or was not paid.
+    Dismissed,
+    /// All of it was refunded at the processor.
+    Refunded,
+}
+
+impl ReviewDecision {
+    /// As an operator and the payer read it.
+    const fn described(self) -> &'static str {
+        match self {
+            Self::Settled => "an operator settled what was paid in another amount or currency",
+            Self::Dismissed => "an operator dismissed what was paid in another amount or currency",
+            Self::Refunded => "the payment of another amount or currency was refunded at the processor",
+        }
+    }
+
+    /// True where no account has the worth of the money.
+    const fn credits_nothing(self) -> bool {
+        match self {
+            Self::Settled => false,
+            Self::Dismissed | Self::Refunded => true,
+        }
+    }
+}
 
 /// Money that was paid at the processor in another amount or currency than was ordered.
 struct ReviewedMoney<'a> {
     processor_id: &'a str,
     amount_minor: i64,
     currency: &'a Currency,
+}
+
+impl ReviewedMoney<'_> {
+    fn ended(&self, decision: ReviewDecision, at: Timestamp) -> EndedReview {
+        let (processor_id, amount_minor, currency) =
+            (self.processor_id.to_owned(), self.amount_minor, self.currency.clone());
+        EndedReview { processor_id, amount_minor, currency, decision, at }
+    }
 }
 
 impl Payment {
@@ -36,71 +110,213 @@ impl Payment {
             Some(amount) => amount.in_currency(currency),
             None => format!("{minor} minor units of {}", currency.as_str()),
         };
-        let (paid, ordered) = (shown(it.amount_minor, it.currency), shown(self.amount_minor, &self.currency));
+        let paid = shown(it.amount_minor, it.currency);
+        if let Some(ended) = self.ended_review(it.processor_id) {
+            return Some(format!(
+                "{paid} was reported by the payment processor after {}; an operator settles it",
+                ended.decision.described()
+            ));
+        }
+        let ordered = shown(self.amount_minor, &self.currency);
         Some(format!("{paid} was paid at the payment processor, and {ordered} was to be paid; an operator settles it"))
     }
 
-    /// The first such report counts. What an operator has settled stays settled, however often the processor reports it.
+    /// The last review of this money that has ended.
+    pub(super) fn ended_review(&self, processor_id: &str) -> Option<&EndedReview> {
+        self.reviews.iter().rev().find(|review| review.processor_id == processor_id)
+    }
+
+    /// True where a review has ended of this money, in these terms.
+    pub(super) fn is_reviewed_as(&self, processor_id: &str, amount_minor: i64, currency: &Currency) -> bool {
+        let terms = (processor_id, amount_minor, currency);
+        self.reviews.iter().any(|it| (it.processor_id.as_str(), it.amount_minor, &it.currency) == terms)
+    }
+
+    /// The first such report counts. What was decided about stays decided, however often the processor reports it in the same terms.
     pub(super) fn paid_otherwise(
         &self,
         processor_id: String,
         amount_minor: i64,
         currency: Currency,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
-        if self.paid_at().is_some() || self.under_review().is_some() || self.settled.contains(&processor_id) {
-            return Transition::stay(Reply::Done);
+    ) -> Result<Transition<Self>, Rejection> {
+        let is_known = self.is_reviewed_as(&processor_id, amount_minor, &currency);
+        if self.paid_at().is_some() || is_known {
+            return Ok(Transition::stay(Reply::Done));
+        }
+        if self.is_under_review_of_other_than(&processor_id) {
+            let (charge_id, presented) = (None, None);
+            return self
+                .wait_for_review(WaitingMoney { processor_id, amount_minor, currency, charge_id, presented }, ctx);
+        }
+        if self.under_review().is_some() {
+            return Ok(Transition::stay(Reply::Done));
+        }
+        if self.reviews.len() >= MAX_REVIEWS {
+            return Err(Rejection::TooManyReviews);
         }
         let phase = Phase::UnderReview { at: ctx.now, processor_id, amount_minor, currency };
-        self.transition(Self { phase, declined: None, ..self.clone() }, "paid otherwise than was ordered", ctx)
+        Ok(self.transition(Self { phase, declined: None, ..self.clone() }, "paid otherwise than was ordered", ctx))
+    }
+
+    pub(super) fn is_under_review_of_other_than(&self, processor_id: &str) -> bool {
+        self.under_review().is_some_and(|it| it.processor_id != processor_id)
+    }
+
+    /// The first report of each money counts.
+    pub(super) fn wait_for_review(
+        &self,
+        money: WaitingMoney,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        if self.waiting.iter().any(|it| it.processor_id == money.processor_id) {
+            return Ok(Transition::stay(Reply::Done));
+        }
+        if self.waiting.len() >= MAX_WAITING {
+            return Err(Rejection::TooManyReviews);
+        }
+        let mut next = self.clone();
+        next.waiting.push(money);
+        Ok(self.transition(next, "other money waits for the review", ctx))
     }
 
     /// An operator has dismissed the processor's event about this money.
-    pub(super) fn review_settled(&self, processor_id: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn event_dismissed(&self, processor_id: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match self.under_review() {
-            Some(it) if it.processor_id == processor_id => {
-                self.close_review(processor_id, "an operator settled the payment of another amount or currency", ctx)
-            }
+            Some(it) if it.processor_id == processor_id => self.end_review(&it, ReviewDecision::Dismissed, ctx),
             Some(_) | None => Transition::stay(Reply::Done),
         }
     }
 
-    /// All of the money under review goes back at the processor: no account had it, and nothing is posted. `None` where this is about other
-    /// money.
-    ///
-    /// # Errors
-    /// [`Rejection::Differs`] of a part of it, of a dispute, and of settled money that comes back: the report waits until an operator has settled
-    /// the review, since the order may yet be paid, and is settled by an operator, too.
-    pub(super) fn reviewed_money_reversed(
+    /// An operator's decision. Repeated it changes nothing; another one than was made is refused.
+    pub(super) fn decide_review(
         &self,
-        what: ReversalStep,
-        amount_minor: i64,
-        currency: &Currency,
+        decision: ReviewDecision,
+        reason: &str,
         ctx: &TransitionContext<'_>,
-    ) -> Result<Option<Transition<Self>>, Rejection> {
-        if let Some(it) = self.under_review() {
-            let is_whole = it.currency == currency && amount_minor >= it.amount_minor;
-            if what == ReversalStep::Refund && is_whole {
-                let why = "the payment of another amount or currency was refunded at the processor";
-                return Ok(Some(self.close_review(it.processor_id, why, ctx)));
-            }
-            return Err(differs(it.amount_minor, it.currency, amount_minor, currency));
+    ) -> Result<Transition<Self>, Rejection> {
+        if let Some(it) = self.not_paid_back() {
+            let audit = self.decision_audit(&it, decision, reason);
+            let mut next = self.clone();
+            next.reviews.push(it.ended(decision, ctx.now));
+            let why = "an operator decided about what no account can have";
+            return Ok(self.transition(next, why, ctx).audit(audit));
         }
-        if self.settled.is_empty() || self.paid_at().is_some() {
-            return Ok(None);
-        }
-        match what {
-            // The money is at the processor again.
-            ReversalStep::RefundFailed => Err(differs(0, currency, amount_minor, currency)),
-            ReversalStep::Refund | ReversalStep::DisputeOpened | ReversalStep::DisputeWon => {
-                Ok(Some(Transition::stay(Reply::Done)))
+        let Some(it) = self.under_review() else {
+            return match self.reviews.last().map(|ended| ended.decision) {
+                Some(made) if made.credits_nothing() == decision.credits_nothing() => {
+                    Ok(Transition::stay(self.shown()))
+                }
+                Some(made) => Err(Rejection::ReviewEnded { decision: made }),
+                None => Err(Rejection::NotUnderReview { state: PhaseName::from(&self.phase) }),
+            };
+        };
+        let audit = self.decision_audit(&it, decision, reason);
+        Ok(self.end_review(&it, decision, ctx).audit(audit))
+    }
+
+    /// Money that no account can have, and that no refund brings back to its payer: an operator has to act.
+    fn not_paid_back(&self) -> Option<ReviewedMoney<'_>> {
+        let processor_id = self.processor_id.as_deref()?;
+        match self.phase {
+            Phase::Refused { .. } if self.is_not_paid_back() => {
+                Some(ReviewedMoney { processor_id, amount_minor: self.amount_minor, currency: &self.currency })
             }
+            Phase::Created { .. }
+            | Phase::Open { .. }
+            | Phase::Paid { .. }
+            | Phase::Deposited { .. }
+            | Phase::Refused { .. }
+            | Phase::UnderReview { .. }
+            | Phase::Canceled { .. }
+            | Phase::Expired { .. } => None,
         }
     }
 
-    fn close_review(&self, processor_id: &str, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let mut next = Self { phase: Phase::Canceled { at: ctx.now, why: why.to_owned() }, ..self.clone() };
-        next.settled.insert(processor_id.to_owned());
-        self.transition(next, why, ctx)
+    fn decision_audit(&self, it: &ReviewedMoney<'_>, decision: ReviewDecision, reason: &str) -> AuditRecord {
+        let action = match decision {
+            ReviewDecision::Settled => AuditAction::PaymentsSettleReview,
+            ReviewDecision::Dismissed | ReviewDecision::Refunded => AuditAction::PaymentsDismissReview,
+        };
+        self.audit(
+            action,
+            json!({
+                "processor_id": it.processor_id, "amount_minor": it.amount_minor, "currency": it.currency.as_str(),
+                "reason": reason,
+            }),
+        )
+    }
+
+    /// A reversal of money that is under review, or that was decided about: no account had it, and nothing is posted. `None` where the
+    /// reversal is of the payment's own money.
+    ///
+    /// # Errors
+    /// What an operator has to settle: a part or a dispute of money under review, money that comes back after it was dismissed, money that goes
+    /// back after an operator has credited its worth, and money beside that of a payment.
+    pub(super) fn other_money_reversed(
+        &self,
+        reported: &ReportedReversal,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Option<Transition<Self>>, Rejection> {
+        let ReportedReversal { what, amount_minor, currency, of, .. } = reported;
+        if let Some(it) = self.under_review().filter(|it| of.as_ref().is_none_or(|of| of == it.processor_id)) {
+            let is_whole = it.currency == currency && *amount_minor >= it.amount_minor;
+            if *what == ReversalStep::Refund && is_whole {
+                return Ok(Some(self.end_review(&it, ReviewDecision::Refunded, ctx)));
+            }
+            return Err(differs(it.amount_minor, it.currency, *amount_minor, currency));
+        }
+        let is_own = |of: &String| self.paid_as().is_some_and(|own| own == of) || self.charge_id.as_ref() == Some(of);
+        let ended = match of {
+            Some(of) if is_own(of) => None,
+            Some(of) => self.ended_review(of),
+            None if self.paid_at().is_none() => self.reviews.last(),
+            None => None,
+        };
+        match (ended, of, self.paid_as()) {
+            (Some(EndedReview { decision, processor_id, .. }), _, _) => match (decision.credits_nothing(), what) {
+                (true, ReversalStep::Refund | ReversalStep::DisputeOpened) => Ok(Some(Transition::stay(Reply::Done))),
+                (false, _) | (true, ReversalStep::RefundFailed | ReversalStep::DisputeWon) => {
+                    Err(Rejection::Reviewed { processor_id: processor_id.clone(), decision: *decision })
+                }
+            },
+            (None, Some(of), Some(own)) if !is_own(of) => {
+                Err(Rejection::PaidTwice { as_of: own.clone(), again: of.clone() })
+            }
+            (None, _, _) => Ok(None),
+        }
+    }
+
+    /// The processor's id of the money that was credited, or is to be.
+    pub(super) fn paid_as(&self) -> Option<&String> {
+        self.paid_at().and(self.processor_id.as_ref())
+    }
+
+    fn end_review(
+        &self,
+        it: &ReviewedMoney<'_>,
+        decision: ReviewDecision,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let (why, at) = (decision.described(), ctx.now);
+        let mut next = Self { phase: Phase::Canceled { at, why: why.to_owned() }, ..self.clone() };
+        next.reviews.push(it.ended(decision, at));
+        self.transition(next.with_waiting_money(ctx), why, ctx)
+    }
+
+    /// Takes up the money that waited: what is to be reviewed first, so that what was ordered ends the last review.
+    fn with_waiting_money(mut self, ctx: &TransitionContext<'_>) -> Self {
+        let ordered = |it: &WaitingMoney| (it.amount_minor, &it.currency) == (self.amount_minor, &self.currency);
+        let (as_ordered, otherwise): (Vec<_>, Vec<_>) = self.waiting.iter().cloned().partition(ordered);
+        self.waiting.clear();
+        for WaitingMoney { processor_id, amount_minor, currency, .. } in otherwise {
+            let step = self.paid_otherwise(processor_id, amount_minor, currency, ctx);
+            self = step.ok().and_then(|step| step.next).unwrap_or(self);
+        }
+        for WaitingMoney { processor_id, amount_minor, currency, charge_id, presented } in as_ordered {
+            let step = self.paid(processor_id, amount_minor, &currency, charge_id, presented, ctx);
+            self = step.ok().and_then(|step| step.next).unwrap_or(self);
+        }
+        self
     }
 }

@@ -2,10 +2,12 @@
 //! never. In the end the account has what the processor was paid, less what it paid back.
 
 mod converted;
+mod converted_parts;
 mod event_order;
 mod long_history;
 mod refunds;
 mod refused_deposits;
+mod reviews;
 
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
@@ -233,7 +235,8 @@ impl PaymentHarness {
     }
 
     fn reversed(&mut self, id: &str, what: ReversalStep, amount_minor: i64) {
-        let command = Fact::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur() };
+        let of = Some(intent(payment_id(0)));
+        let command = Fact::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur(), of };
         self.send(0, command).unwrap();
     }
 
@@ -332,19 +335,34 @@ fn payment_with_all_refunds_and_reversals_that_there_may_be_is_within_its_bound(
             reason: "\u{1f511}".repeat(500),
             asked_at: at,
             taking: RefundDebit::GivenBack { amount_minor: 5_000 },
+            charged_minor: Some(i64::MAX),
+            returned_minor: Some(i64::MAX),
             at_processor: Some(ProcessorRefund { processor_refund_id: of_processor(n), status: RefundStatus::Failed }),
         };
         payment.refunds.insert(RefundId(Uuid::from_u128(n as u128)), refund);
         let reversal = Reversal {
             made: ReversalOrigin::Refund,
             amount_minor: 5_000,
+            charged_minor: Some(i64::MAX),
             heard_at: at,
             is_undone: true,
+            returned_minor: Some(i64::MAX),
             is_said: true,
             is_posted: true,
             is_posted_back: true,
         };
         payment.reversals.insert(of_processor(n + MAX_REFUNDS), reversal);
+    }
+    for n in 0..review::MAX_REVIEWS {
+        let (processor_id, amount_minor, currency) = (of_processor(n), i64::MAX, eur());
+        let decision = ReviewDecision::Dismissed;
+        payment.reviews.push(EndedReview { processor_id, amount_minor, currency, decision, at });
+    }
+    for n in 0..review::MAX_WAITING {
+        let (processor_id, amount_minor, currency) = (of_processor(n), i64::MAX, eur());
+        let charge_id = Some(of_processor(n));
+        let presented = Some(Presentment { amount_minor: i64::MAX, currency: eur(), is_charged: true });
+        payment.waiting.push(WaitingMoney { processor_id, amount_minor, currency, charge_id, presented });
     }
     payment.success_url = "u".repeat(2048);
     payment.cancel_url = "u".repeat(2048);
@@ -512,6 +530,21 @@ fn under_review() -> PaymentHarness {
     world
 }
 
+fn settle() -> Request {
+    Request::SettleReview { reason: "credited by hand".into() }
+}
+
+fn dismiss() -> Request {
+    Request::DismissReview { reason: "it went back".into() }
+}
+
+/// A payment whose review an operator has ended.
+fn decided(decision: Request) -> PaymentHarness {
+    let mut world = under_review();
+    world.send(0, decision).unwrap();
+    world
+}
+
 /// A payment in each distinguished state, by name.
 fn every_state() -> Vec<(&'static str, PaymentHarness)> {
     let mut created = PaymentHarness::new();
@@ -552,6 +585,8 @@ fn every_state() -> Vec<(&'static str, PaymentHarness)> {
         ("refused", refused()),
         ("refused and not paid back", not_paid_back),
         ("under review", under_review()),
+        ("review settled", decided(settle())),
+        ("review dismissed", decided(dismiss())),
         ("canceled", ended(PaymentFailure::Canceled)),
         ("expired", ended(PaymentFailure::Expired)),
     ]
@@ -565,13 +600,19 @@ fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
         status,
         amount_minor: 2_000,
     };
-    let reversed = |what| Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 5_000, currency: eur() };
+    let of = Some(intent(payment_id(0)));
+    let reversed = |what| {
+        let of = of.clone();
+        Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 5_000, currency: eur(), of }
+    };
     vec![
         ("opened", Fact::Opened { processor_id: "pi_100".into() }.into()),
         ("lapse", Fact::Lapse { why: "w".into() }.into()),
         ("paid", world.paid(0).into()),
         ("paid otherwise", pounds("pi_100").into()),
-        ("review settled", Fact::ReviewSettled { processor_id: "pi_100".into() }.into()),
+        ("event dismissed", Fact::ReviewSettled { processor_id: "pi_100".into() }.into()),
+        ("settle review", Request::SettleReview { reason: "r".into() }.into()),
+        ("dismiss review", Request::DismissReview { reason: "r".into() }.into()),
         ("declined", not_paid(PaymentFailure::Declined).into()),
         ("canceled", not_paid(PaymentFailure::Canceled).into()),
         ("expired", not_paid(PaymentFailure::Expired).into()),

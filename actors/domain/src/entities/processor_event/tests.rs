@@ -5,6 +5,7 @@ use super::*;
 use crate::authz::{CallerIdentity, PlatformRole, Principal, TokenRole};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use crate::state_machine::{Command as _, TraceContext};
+use proptest::prelude::*;
 use std::fmt::Write as _;
 use uuid::Uuid;
 
@@ -218,6 +219,62 @@ fn operator_retries_or_dismisses_a_dead_event_and_both_are_audited() {
     // A late success: a dismissed event stays dismissed.
     assert!(dismissed.send(processed()).next.is_none());
     assert!(dismissed.send(failed()).next.is_none());
+}
+
+#[test]
+fn overdue_event_whose_processing_neither_succeeds_nor_fails_is_ended_by_an_operator() {
+    let mut story = Story::received();
+    for order in [retry(), dismiss()] {
+        assert_eq!(story.ask(order).unwrap_err(), Rejection::WrongState { state: PhaseName::Received });
+    }
+    story.now += OVERDUE_AFTER;
+    let mut retried = story.clone();
+    retried.send(retry());
+    assert_eq!(retried.state(), "retrying");
+    story.send(dismiss());
+    assert_eq!((story.state(), story.event.unwrap().deadline()), ("dismissed", None));
+}
+
+/// What may happen to an event, and how many seconds pass before.
+fn happenings() -> impl Strategy<Value = Vec<(Command, i64)>> {
+    let command = prop_oneof![
+        2 => Just(Command::from(receive("d"))),
+        1 => Just(Command::from(receive("another"))),
+        3 => Just(Command::from(failed())),
+        1 => Just(Command::from(processed())),
+        1 => Just(Command::from(retry())),
+        1 => Just(Command::from(dismiss())),
+        3 => Just(Command::TICK),
+    ];
+    prop::collection::vec((command, 0_i64..10_000), 0..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Deliveries, outcomes and an operator's orders arrive in any order, and each of them twice.
+    #[test]
+    fn event_ends_once_in_any_order_and_an_operator_can_end_it_at_any_time(happenings in happenings()) {
+        let mut story = Story::received();
+        for (command, seconds) in happenings {
+            story.now += TimeDelta::seconds(seconds);
+            for _ in 0..2 {
+                let before = story.event.clone().unwrap();
+                let Ok(step) = story.ask(command.clone()) else { continue };
+                if let Some(next) = step.next {
+                    prop_assert!(before.is_open() || !next.is_open(), "what has ended stays ended: {:?}", next.phase);
+                    prop_assert!(next.is_open() || before.is_open() || next.phase == before.phase);
+                    prop_assert!(next.violations(&[]).is_empty());
+                    story.event = Some(next);
+                }
+            }
+        }
+        story.now += OVERDUE_AFTER;
+        if story.event.as_ref().unwrap().is_open() {
+            story.send(dismiss());
+        }
+        prop_assert!(!story.event.unwrap().is_open());
+    }
 }
 
 #[test]

@@ -76,7 +76,7 @@ fn of_a_payment() {
     use domain::billing_account::Holder;
     use domain::money::Currency;
     use domain::payment::{
-        Command, Fact, Payment, PaymentFailure, RefundStatus, Rejection, Reply, Request, ReversalStep,
+        Command, Fact, Payment, PaymentFailure, RefundStatus, Rejection, Reply, Request, ReversalStep, ReviewDecision,
     };
     let (currency, refund_id) = (Currency::parse("EUR").unwrap(), domain::RefundId(ALLOCATION));
     let create = Request::Create {
@@ -90,8 +90,10 @@ fn of_a_payment() {
     };
     let (_, reply) = decided::<Payment>(None, create.clone(), &ann(), ALLOCATION);
     let not_paid = |outcome| Fact::NotPaid { processor_id: "pi_1".into(), outcome, why: text() };
-    let reversed =
-        |what| Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 7, currency: currency.clone() };
+    let reversed = |what| {
+        let (currency, of) = (currency.clone(), Some("pi_1".into()));
+        Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 7, currency, of }
+    };
     let mut commands: Vec<Command> = vec![
         create.into(),
         Fact::Opened { processor_id: "pi_1".into() }.into(),
@@ -109,6 +111,8 @@ fn of_a_payment() {
         Fact::Deposited.into(),
         Request::Cancel { closed: Some(text()) }.into(),
         Request::Refund { refund_id, amount_minor: None, reason: text() }.into(),
+        Request::SettleReview { reason: text() }.into(),
+        Request::DismissReview { reason: text() }.into(),
         Fact::DepositRefused { why: text() }.into(),
         Fact::RefundTaken { refund_id, amount_minor: 7 }.into(),
         Fact::RefundRefused { refund_id, why: text() }.into(),
@@ -143,6 +147,11 @@ fn of_a_payment() {
         Rejection::MoreThanLeft { left: 7 },
         Rejection::TooManyRefunds,
         Rejection::RefundUnknown,
+        Rejection::LessThanCharged { least: 7, currency: currency.clone() },
+        Rejection::Reviewed { processor_id: text(), decision: ReviewDecision::Settled },
+        Rejection::NotUnderReview { state: domain::payment::PhaseName::Open },
+        Rejection::ReviewEnded { decision: ReviewDecision::Refunded },
+        Rejection::TooManyReviews,
     ];
     survives::<Payment>(commands, [reply, Reply::Done], rejections);
 }

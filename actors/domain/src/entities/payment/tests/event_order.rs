@@ -95,7 +95,8 @@ impl FakeProcessor {
 
     fn reversal_says(&self, id: &str, what: ReversalStep) -> (PaymentId, Fact) {
         let (payment_id, amount_minor, _, _) = self.reversals[id];
-        (payment_id, Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() })
+        let of = Some(intent(payment_id));
+        (payment_id, Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur(), of })
     }
 
     /// The sum of all payments less what went back.
@@ -244,6 +245,7 @@ impl PaymentSimulation {
                     what: ReversalStep::Refund,
                     amount_minor,
                     currency: eur(),
+                    of: Some(intent(payment_id)),
                 };
                 self.processor.mail.push((payment_id, stranger));
             }
@@ -299,7 +301,8 @@ proptest! {
     fn any_order_of_processor_messages_yields_one_sum(order in Just((0..7).collect::<Vec<usize>>()).prop_shuffle(), times in prop::collection::vec(1_usize..4, 7)) {
         let mut world = PaymentHarness::open(5_000);
         let reversed = |id: &str, what, amount_minor| {
-            Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() }
+            let of = Some(intent(payment_id(0)));
+            Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur(), of }
         };
         let published = [
             world.paid(0),
@@ -321,6 +324,57 @@ proptest! {
         world.hear_all();
         prop_assert_eq!(world.balance(), 4_000);
         prop_assert_eq!(world.it().left_minor(), 4_000);
+        prop_assert!(world.it().is_settled());
+    }
+
+    /// As events are: one that is refused is retried later.
+    #[test]
+    fn any_order_of_messages_of_a_converted_payment_yields_one_sum(
+        order in Just((0..9).collect::<Vec<usize>>()).prop_shuffle(),
+        times in prop::collection::vec(1_usize..4, 9),
+        hears in prop::collection::vec(any::<bool>(), 9),
+        charged in prop_oneof![Just(777_i64), Just(4_200), Just(84_000)],
+    ) {
+        let mut world = PaymentHarness::open(5_000);
+        let currency = Currency::parse("GBP").unwrap();
+        let reversed = |id: &str, what, share: i64| {
+            let (currency, of) = (currency.clone(), Some("pi_100".to_owned()));
+            Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor: charged * share / 100, currency, of }
+        };
+        let paid = |amount_minor, currency: &Currency, presented| Fact::Paid {
+            processor_id: "pi_100".into(), amount_minor, currency: currency.clone(), charge_id: None, presented,
+        };
+        let presented = Presentment { amount_minor: charged, currency: currency.clone(), is_charged: true };
+        let not_paid = |outcome| Fact::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
+        let published = [
+            paid(5_000, &eur(), Some(presented)),
+            paid(charged, &currency, None),
+            reversed("re_1", ReversalStep::Refund, 14),
+            reversed("dp_1", ReversalStep::DisputeOpened, 21),
+            reversed("dp_1", ReversalStep::DisputeWon, 21),
+            reversed("dp_2", ReversalStep::DisputeOpened, 6),
+            reversed("dp_3", ReversalStep::DisputeOpened, 33),
+            not_paid(PaymentFailure::Canceled),
+            not_paid(PaymentFailure::Declined),
+        ];
+        let mut refused = Vec::new();
+        for (place, hears) in order.into_iter().zip(hears) {
+            for _ in 0..times[place] {
+                if world.send(0, published[place].clone()).is_err() {
+                    refused.push(published[place].clone());
+                }
+            }
+            if hears {
+                world.hear_all();
+            }
+        }
+        while !refused.is_empty() {
+            refused.retain(|fact| world.send(0, fact.clone()).is_err());
+        }
+        world.hear_all();
+        let gone: i64 = [14, 6, 33].map(|share| charged * share / 100).iter().sum();
+        prop_assert_eq!(world.balance(), 5_000 - gone * 5_000 / charged);
+        prop_assert_eq!(world.it().left_minor(), world.balance());
         prop_assert!(world.it().is_settled());
     }
 }

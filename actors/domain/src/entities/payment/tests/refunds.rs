@@ -200,13 +200,23 @@ fn reversal_that_leaves_cover_ends_no_allocation() {
     let before = world.it().clone();
     for (amount, currency) in [(999, "EUR"), (1_000, "USD")] {
         let currency = Currency::parse(currency).unwrap();
-        let command =
-            Fact::Reversed { reversal_id: "re_1".into(), what: ReversalStep::Refund, amount_minor: amount, currency };
+        let command = Fact::Reversed {
+            reversal_id: "re_1".into(),
+            what: ReversalStep::Refund,
+            amount_minor: amount,
+            currency,
+            of: None,
+        };
         assert!(matches!(world.send(0, command), Err(Rejection::Differs { .. })));
     }
     for amount_minor in [0, -1, i64::MIN, i64::MAX] {
-        let command =
-            Fact::Reversed { reversal_id: "re_2".into(), what: ReversalStep::Refund, amount_minor, currency: eur() };
+        let command = Fact::Reversed {
+            reversal_id: "re_2".into(),
+            what: ReversalStep::Refund,
+            amount_minor,
+            currency: eur(),
+            of: None,
+        };
         assert!(matches!(world.send(0, command), Err(Rejection::Amount { .. })));
     }
     assert_eq!(world.it(), &before);

@@ -39,6 +39,26 @@ fn failed_refund_of_a_refused_deposit_awaits_an_operator_and_credits_no_account(
 }
 
 #[test]
+fn operator_ends_the_wait_of_a_refused_deposit_that_cannot_be_refunded() {
+    for (decision, other) in [(settle(), dismiss()), (dismiss(), settle())] {
+        let mut world = refused();
+        let early = world.send(0, decision.clone());
+        assert_eq!(early, Err(Rejection::NotUnderReview { state: PhaseName::Refused }), "the processor pays it back");
+        world.paid_back(RefundStatus::Failed);
+        world.send(0, decision.clone()).unwrap();
+        assert_eq!((world.it().state(), world.it().deadline(), world.it().is_settled()), ("refused", None, true));
+        let ended = world.it().clone();
+        world.send(0, decision).unwrap();
+        // The processor reports the payment for months.
+        world.pay(0);
+        world.hear_all();
+        assert_eq!(world.it(), &ended);
+        assert!(matches!(world.send(0, other), Err(Rejection::ReviewEnded { .. })));
+        assert_eq!((world.balance(), world.ledger.len()), (100, 1));
+    }
+}
+
+#[test]
 fn undone_reversal_of_a_refused_deposit_awaits_an_operator() {
     let mut world = PaymentHarness::open(5_000);
     world.pay(0);
