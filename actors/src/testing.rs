@@ -49,7 +49,7 @@ pub(crate) enum Count {
     /// Refuses a ticket that it has counted.
     AddOnce(u64),
     /// As `Add`, with a reply that is stored whoever sends it.
-    AddKept(u64),
+    AddAndStore(u64),
     Read,
     Wait(Timestamp),
     Poison,
@@ -64,7 +64,7 @@ impl domain::state_machine::Command for Count {
         match self {
             Self::Add(_) => "add",
             Self::AddOnce(_) => "add_once",
-            Self::AddKept(_) => "add_kept",
+            Self::AddAndStore(_) => "add_and_store",
             Self::Read => "read",
             Self::Wait(_) => "wait",
             Self::Poison => "poison",
@@ -102,14 +102,14 @@ impl Machine for Counter {
         assert!(!next.poisoned, "poisoned");
         match command {
             Count::AddOnce(ticket) if next.tickets.contains(&ticket) => return Err(Refusal::Counted(ticket)),
-            Count::Add(ticket) | Count::AddOnce(ticket) | Count::AddKept(ticket) => {
+            Count::Add(ticket) | Count::AddOnce(ticket) | Count::AddAndStore(ticket) => {
                 next.tickets.push(ticket);
                 let count = next.tickets.len();
                 let event =
                     Event::SkuStateChanged { sku_id: SkuId(ctx.id), from: None, to: format!("counted {ticket}") };
                 let effect = Effect::WakeNode(NodeId(Uuid::from_u128(ticket.into())));
                 let step = Transition::to(next, count, "counted").event(event).effect(effect);
-                return Ok(Transition { keeps_reply: matches!(command, Count::AddKept(_)), ..step });
+                return Ok(Transition { keeps_reply: matches!(command, Count::AddAndStore(_)), ..step });
             }
             Count::Read | Count::Tick => return Ok(Transition::stay(next.tickets.len())),
             Count::Wait(until) => next.waits_until = Some(until),

@@ -304,7 +304,7 @@ fn duplicate_command_without_a_stored_reply_is_already_done() {
 fn reply_that_the_machine_keeps_is_stored_under_the_id_of_its_command_or_a_new_one() {
     let mut bench = Bench::ready();
     let mut stored = |token, context| {
-        let ask = CommandRequest { token, command: Count::AddKept(token), context };
+        let ask = CommandRequest { token, command: Count::AddAndStore(token), context };
         let record = match bench.raw(Input::Ask(ask)).as_slice() {
             [Output::Commit(commit)] => commit.command.clone().unwrap(),
             other => panic!("{other:?}"),

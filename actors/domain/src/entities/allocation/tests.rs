@@ -509,7 +509,7 @@ fn request_without_capacity_fails_at_once_with_a_suggestion() {
 }
 
 #[test]
-fn first_answer_to_the_user_is_kept_with_its_version_and_no_later_reply() {
+fn first_answer_to_the_user_is_stored_with_its_version_and_no_later_reply() {
     let no_capacity = || Fact::NoCapacity { suggestion: None };
     for (asked, fact) in [
         (request(), Fact::Reserved { node_id: NODE, placed: placed() }),
