@@ -187,8 +187,9 @@ async fn default_endpoint_is_made_by_a_rental_and_by_no_read_or_refused_request(
     api.sku("h100x4", 4).await;
     api.set_placement(PlacementOutcome::NoCapacity);
     let rent = async |address: &str, sku: &str| {
-        let body = json!({ "sku": sku, "gpu_count": 1 });
-        api.post("/api/v1/allocations").by(&api.token_with_email("ann", address)).json(&body).send().await
+        let (token, body) = (api.token_with_email("ann", address), json!({ "sku": sku, "gpu_count": 1 }));
+        let key = Uuid::new_v4().to_string();
+        api.post("/api/v1/allocations").by(&token).key(&key).json(&body).send().await
     };
     let addresses = async |address: &str| {
         let listed = api.get(ENDPOINTS).by(&api.token_with_email("ann", address)).send().await;
@@ -196,7 +197,8 @@ async fn default_endpoint_is_made_by_a_rental_and_by_no_read_or_refused_request(
         items.iter().map(|item| item["address"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
     assert_eq!(addresses("ann@example.com").await, [""; 0]);
-    rent("ann@example.com", "unknown").await.refused(400, "invalid_request");
+    let refused = rent("ann@example.com", "unknown").await;
+    assert_eq!(refused.refused(400, "invalid_request")["field"], "sku");
     assert_eq!(addresses("ann@example.com").await, [""; 0]);
     // An allocation that fails at once is one: its user gets the mail.
     rent("ann@example.com", "h100x4").await.refused(409, "insufficient_capacity");
@@ -215,7 +217,7 @@ async fn user_with_an_email_endpoint_gets_no_default_one() {
     let token = api.token_with_email("ann", "ann@example.com");
     let made = api.post(ENDPOINTS).by(&token).json(&json!({ "kind": "email" })).send().await.is(201).clone();
     let body = json!({ "sku": "h100x4", "gpu_count": 1 });
-    api.post("/api/v1/allocations").by(&token).json(&body).send().await.refused(409, "insufficient_capacity");
+    api.post("/api/v1/allocations").by(&token).key("k").json(&body).send().await.refused(409, "insufficient_capacity");
     let listed = api.get(ENDPOINTS).by(&token).send().await.is(200)["items"].clone();
     assert_eq!(listed.as_array().unwrap().iter().map(|it| &it["id"]).collect::<Vec<_>>(), [&made["id"]]);
 }
