@@ -419,9 +419,8 @@ impl Payment {
     pub fn refunds_no_more_than_was_paid(&self) -> bool {
         let asked = self.refunds.values().map(Refund::gone_minor).fold(0, i64::saturating_add);
         // What a reversal returned beyond what it took is there again.
-        let reversed = self.reversals.values().map(Reversal::gone_minor).fold(0, i64::saturating_add);
-        asked.saturating_add(reversed.min(0)) <= self.amount_minor
-            && (0..=self.amount_minor).contains(&self.left_minor())
+        let returned = self.reversals.values().map(|it| it.gone_minor().min(0)).fold(0, i64::saturating_add);
+        asked.saturating_add(returned) <= self.amount_minor && (0..=self.amount_minor).contains(&self.left_minor())
     }
 
     fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
