@@ -17,6 +17,7 @@ pub(crate) use failures::ActorExit;
 pub use handover::Slot;
 pub use status::{ActivationStatus, HostMetrics, HostedEntity, HostedShard};
 
+use crate::changed_nodes::ChangedNodes;
 use crate::command_context::{AskError, AskResult, CommandContext};
 use crate::entity::{ActorArguments, EntityActor, EntityMessage, Waiter};
 use crate::entity_shell::CommandRequest;
@@ -27,7 +28,7 @@ use crate::shell_dependencies::{Effects, Environment, Store};
 use activation::{ActiveEntity, MailboxHandle, mailbox_handle, passivate};
 use dashmap::DashMap;
 use domain::state_machine::Command as _;
-use domain::{EntityRef, Machine};
+use domain::{EntityKind, EntityRef, Machine, NodeId};
 use failures::Failures;
 use handover::{Handover, NotAdmitted};
 use ractor::{ActorRef, ActorRuntime, ActorStatus};
@@ -81,6 +82,7 @@ pub struct Host {
     failures: DashMap<EntityRef, Failures>,
     watches: WatchRegistry,
     recent_changes: RecentChanges,
+    changed_nodes: ChangedNodes,
     tokens: AtomicU64,
     restarts: AtomicU64,
 }
@@ -102,6 +104,7 @@ impl Host {
             failures: DashMap::new(),
             watches: WatchRegistry::default(),
             recent_changes: RecentChanges::default(),
+            changed_nodes: ChangedNodes::default(),
             tokens: AtomicU64::new(0),
             restarts: AtomicU64::new(0),
         })
@@ -131,7 +134,17 @@ impl Host {
         &self.recent_changes
     }
 
+    /// The nodes of this member that changed lately, for the indexes of free GPUs. Those that were loaded are among them: what a commit with
+    /// an unknown outcome has made of a node is known then.
+    #[must_use]
+    pub const fn changed_nodes(&self) -> &ChangedNodes {
+        &self.changed_nodes
+    }
+
     pub(crate) fn changed(&self, entity: EntityRef) {
+        if entity.kind == EntityKind::Node {
+            self.changed_nodes.note(NodeId(entity.id));
+        }
         self.watches.changed(entity);
         self.recent_changes.note(entity);
     }

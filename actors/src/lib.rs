@@ -4,6 +4,7 @@
 //! ractor actor that hosts it. [`host`] holds the entities of the shards that this process owns, with a bound in front of every
 //! mailbox. [`directory`] finds an entity on any member. What the shell requires of its environment are the traits of [`ports`].
 
+mod changed_nodes;
 pub mod command_context;
 pub mod connection_quota;
 pub mod directory;
@@ -18,6 +19,7 @@ pub mod shell_dependencies;
 #[cfg(test)]
 mod testing;
 
+pub use changed_nodes::{ChangedNodeSet, ChangedNodes};
 pub use command_context::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
 pub use directory::Directory;
 pub use entity_host::{Host, HostConfig};
