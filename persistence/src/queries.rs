@@ -23,7 +23,9 @@ pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
 pub use backups::BackupTimes;
 pub use billing_reads::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
 pub use capacity::{FleetNodeRow, GpuCount};
-pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, ListedEntity, NodeRow, SkuReferences, StateCount};
+pub use entity::{
+    Cursor, EntityRow, HistoryRow, ListFilter, ListedEntity, NodeRow, NodeVersionRow, SkuReferences, StateCount,
+};
 pub use entity_deadlines::{WaitingEntity, WaitingFilter, WaitingPosition};
 pub use entity_totals::{AccountSum, GpuUse, NodeConcerns, RENEWAL_OVERDUE_SECONDS};
 pub use invariant_checks::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};

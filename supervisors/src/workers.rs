@@ -24,6 +24,7 @@ pub mod notification_relay;
 pub mod outbox_poll;
 pub mod outbox_relay;
 pub mod payments;
+pub mod placement_index;
 pub mod policy_refresh;
 pub mod polling_loop;
 pub mod provisioning;
@@ -71,6 +72,7 @@ const ENTITIES: &[ProcessRole] = &[ProcessRole::Entities];
 const RELAY: &[ProcessRole] = &[ProcessRole::OutboxRelay];
 const NOTIFY: &[ProcessRole] = &[ProcessRole::NotificationRelay];
 const REACT: &[ProcessRole] = &[ProcessRole::Provisioning];
+const PLACES: &[ProcessRole] = &[ProcessRole::Entities, ProcessRole::Provisioning];
 const API: &[ProcessRole] = &[ProcessRole::Api];
 const NODE_API: &[ProcessRole] = &[ProcessRole::NodeApi, ProcessRole::NodeLogGateway];
 const WEBHOOK: &[ProcessRole] = &[ProcessRole::Webhook];
@@ -126,6 +128,8 @@ tree! {
         "checks the invariants";
     "entity-changes" in "entities", ENTITIES, ALWAYS, NotNeeded, WithParent, Hidden, Task(entity_changes::start) =>
         "publishes which entities changed, for operators";
+    "node-capacity" in "entities", ENTITIES, ALWAYS, NotNeeded, WithParent, Hidden, Task(placement_index::start_publisher) =>
+        "publishes the free GPUs of nodes that changed";
     "idle-passivation" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(idle_passivation::start) =>
         "passivates idle entities";
     "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(table_maintenance::start) =>
@@ -194,6 +198,10 @@ tree! {
         "consumer of stream BILLING";
     "reconciliation" in "provisioning", REACT, ALWAYS, NotNeeded, WithParent, Hidden, Optional(payments::reconciliation::start) =>
         "compares payments with the payment processor's";
+    "placement-index" in "root", PLACES, ALWAYS, NotNeeded, Reactions, Hidden, Task(placement_index::start) =>
+        "compares the index of free GPUs with the database";
+    "placement-feed" in "placement-index", PLACES, ALWAYS, NotNeeded, WithParent, Hidden, Task(placement_index::start_listener) =>
+        "receives the free GPUs of nodes that changed";
     "edge" in "root", EVERY, BOUNDED, MustNotPark, Edge, Hidden, Group =>
         "listeners";
     "operations" in "edge", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::operations) =>

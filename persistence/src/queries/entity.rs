@@ -35,13 +35,23 @@ pub struct ListedEntity {
     pub row: Result<EntityRow, SealRefusal>,
 }
 
+/// The version of a node, as placement compares it with its index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeVersionRow {
+    pub node: NodeId,
+    pub version: i64,
+}
+
 /// A node, as placement reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeRow {
     pub node: NodeId,
+    pub sku: SkuId,
     pub version: i64,
-    /// JSON; `None` where the caller has this version.
-    pub body: Option<String>,
+    /// It was committed more than a second before it was read: its message has arrived, or is lost.
+    pub is_settled: bool,
+    /// JSON.
+    pub body: String,
 }
 
 /// A filter of the entities of a kind.
@@ -257,33 +267,58 @@ impl Reads {
         Ok(RowPage::of(rows.doing("listing entities")?, limit, place))
     }
 
-    /// The nodes of a SKU in `state`, by id: the candidates of placement. Of nodes that are `known` at their current version, only the
-    /// id and the version are read.
+    /// The versions of a SKU's nodes in `state`, unordered: a check of placement's index.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn nodes_of_sku(
-        &self,
-        sku: SkuId,
-        state: &str,
-        known: impl Iterator<Item = (NodeId, i64)>,
-    ) -> Result<Vec<NodeRow>, StoreError> {
-        let (ids, versions): (Vec<Uuid>, Vec<i64>) = known.map(|(node, version)| (node.0, version)).unzip();
-        let query = sqlx::query(
-            "SELECT entity.id, entity.version,
-                    CASE WHEN known.version = entity.version THEN NULL ELSE entity.body::text END
-             FROM entity LEFT JOIN unnest($3::uuid[], $4::bigint[]) AS known (id, version) ON known.id = entity.id
-             WHERE entity.kind = 'node' AND entity.sku = $1 AND entity.state = $2 ORDER BY entity.id",
+    pub async fn node_versions(&self, sku: SkuId, state: &str) -> Result<Vec<NodeVersionRow>, StoreError> {
+        let rows = sqlx::query("SELECT id, version FROM entity WHERE kind = 'node' AND sku = $1 AND state = $2")
+            .bind(sku.0)
+            .bind(state)
+            .fetch_all(&self.pool)
+            .await;
+        let row = |row: &PgRow| Ok(NodeVersionRow { node: NodeId(row.try_get(0)?), version: row.try_get(1)? });
+        rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading the versions of a SKU's nodes")
+    }
+
+    /// Those of these nodes that exist and have a SKU, unordered, for placement's index. Their seals are not checked: the node's own actor decides.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn node_rows(&self, nodes: &[NodeId]) -> Result<Vec<NodeRow>, StoreError> {
+        let ids: Vec<Uuid> = nodes.iter().map(|node| node.0).collect();
+        // One lookup for each, whatever the plan was made for.
+        let rows = sqlx::query(
+            "SELECT found.id, found.sku, found.version, found.updated_at < now() - interval '1 second', found.body::text
+             FROM unnest($1::uuid[]) AS wanted (id)
+             CROSS JOIN LATERAL (
+                 SELECT id, sku, version, updated_at, body FROM entity
+                 WHERE id = wanted.id AND kind = 'node' AND sku IS NOT NULL LIMIT 1
+             ) AS found",
         )
-        .bind(sku.0)
-        .bind(state)
         .bind(ids)
-        .bind(versions);
-        let rows = self.read_pool.fetch_all(query).await;
+        .fetch_all(&self.pool)
+        .await;
         let row = |row: &PgRow| {
-            Ok(NodeRow { node: NodeId(row.try_get(0)?), version: row.try_get(1)?, body: row.try_get(2)? })
+            Ok(NodeRow {
+                node: NodeId(row.try_get(0)?),
+                sku: SkuId(row.try_get(1)?),
+                version: row.try_get(2)?,
+                is_settled: row.try_get(3)?,
+                body: row.try_get(4)?,
+            })
         };
-        rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading the nodes of a SKU")
+        rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading nodes")
+    }
+
+    /// All SKUs, unordered.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn sku_ids(&self) -> Result<Vec<SkuId>, StoreError> {
+        let ids: Result<Vec<Uuid>, _> =
+            sqlx::query_scalar("SELECT id FROM entity WHERE kind = 'sku'").fetch_all(&self.pool).await;
+        Ok(ids.doing("reading the SKUs")?.into_iter().map(SkuId).collect())
     }
 
     /// The references to a SKU. Allocations are counted on the SKU's nodes, or, while they wait for one, in the deadline index; so

@@ -151,7 +151,7 @@ async fn a_name_or_an_id_finds_the_same_entity() {
 }
 
 #[tokio::test]
-async fn placement_lists_the_active_nodes_of_a_sku_and_reads_changed_ones_only() {
+async fn placement_reads_the_versions_of_a_skus_active_nodes_and_the_nodes_that_it_names() {
     let store = TestStore::new().await;
     let sku = SkuId(Uuid::new_v4());
     let node = |n: u32, state: &'static str| {
@@ -160,18 +160,46 @@ async fn placement_lists_the_active_nodes_of_a_sku_and_reads_changed_ones_only()
         commit.entity.kind = EntityKind::Node;
         commit
     };
-    store.commit_all(&[node(1, "active"), node(2, "retired"), node(3, "active"), create(4)]).await;
-    let seen = async |sku, known: &[(NodeId, i64)]| {
-        store.reads().nodes_of_sku(sku, "active", known.iter().copied()).await.unwrap()
-    };
-    let rows = seen(sku, &[]).await;
-    let versions: Vec<_> = rows.iter().map(|row| (row.node, row.version)).collect();
-    assert!(rows.len() == 2 && rows.iter().all(|row| row.version == 1 && row.body.is_some()));
-    assert_eq!(seen(SkuId(Uuid::new_v4()), &[]).await, []);
-    let repeated = seen(sku, &versions).await;
-    assert!(repeated.len() == 2 && repeated.iter().all(|row| row.body.is_none()), "what is known is not read again");
-    let older = seen(sku, &[(versions[0].0, 0), versions[1]]).await;
-    assert!(older[0].body.is_some() && older[1].body.is_none(), "what has changed is");
+    let commits = [node(1, "active"), node(2, "retired"), node(3, "active"), create(4)];
+    store.commit_all(&commits).await;
+    let id = |n: usize| NodeId(commits[n].entity.id);
+    let mut versions = store.reads().node_versions(sku, "active").await.unwrap();
+    versions.sort_by_key(|row| row.node);
+    let mut expected = [id(0), id(2)];
+    expected.sort();
+    assert_eq!(versions.iter().map(|row| (row.node, row.version)).collect::<Vec<_>>(), expected.map(|it| (it, 1)));
+    assert_eq!(store.reads().node_versions(SkuId(Uuid::new_v4()), "active").await.unwrap(), []);
+    // In whatever state: one that left service is known to have done so.
+    let mut rows = store.reads().node_rows(&[id(1), id(0), id(3), NodeId(Uuid::new_v4())]).await.unwrap();
+    rows.sort_by_key(|row| row.node != id(0));
+    let found: Vec<_> = rows.iter().map(|row| (row.node, row.sku, row.version)).collect();
+    assert_eq!(found, [(id(0), sku, 1), (id(1), sku, 1)]);
+    assert!(rows.iter().all(|row| serde_json::from_str::<serde_json::Value>(&row.body).is_ok()));
+    assert_eq!(store.reads().sku_ids().await.unwrap(), [SkuId(commits[3].entity.id)]);
+}
+
+#[tokio::test]
+async fn version_is_settled_a_second_after_its_commit() {
+    let store = TestStore::new().await;
+    let sku = SkuId(Uuid::new_v4());
+    for (n, age) in [(1_i64, "0 seconds"), (2, "2 seconds")] {
+        sqlx::query(
+            "INSERT INTO entity (id, kind, shard, version, state, body, sku, created_at, updated_at)
+             VALUES ($1, 'node', 1, $2, 'active', '{}', $3, now(), now() - $4::interval)",
+        )
+        .bind(Uuid::new_v4())
+        .bind(n)
+        .bind(sku.0)
+        .bind(age)
+        .execute(store.pool())
+        .await
+        .unwrap();
+    }
+    let versions = store.reads().node_versions(sku, "active").await.unwrap();
+    let nodes: Vec<_> = versions.iter().map(|row| row.node).collect();
+    let mut rows = store.reads().node_rows(&nodes).await.unwrap();
+    rows.sort_by_key(|row| row.version);
+    assert_eq!(rows.iter().map(|row| row.is_settled).collect::<Vec<_>>(), [false, true]);
 }
 
 #[tokio::test]

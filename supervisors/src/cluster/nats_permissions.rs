@@ -66,6 +66,7 @@ const fn subjects_of(role: ProcessRole) -> RoleSubjects {
                 "gpuaas.node.close",
                 "gpuaas.terminal.wake",
                 "notify.operations",
+                "gpuaas.placement.nodes",
                 "gpuaas.cells.*",
                 "audit.head.*",
                 "$JS.API.STREAM.INFO.AUDIT",
@@ -73,14 +74,13 @@ const fn subjects_of(role: ProcessRole) -> RoleSubjects {
                 "$JS.API.STREAM.MSG.GET.AUDIT",
                 "$JS.API.DIRECT.GET.AUDIT.>",
             ],
-            subscribe: &["gpuaas.shard.*"],
+            subscribe: &["gpuaas.shard.*", "gpuaas.placement.nodes"],
         },
+        ProcessRole::Provisioning => RoleSubjects { publish: &[], subscribe: &["gpuaas.placement.nodes"] },
         ProcessRole::NotificationRelay => RoleSubjects { publish: &["notify.>"], subscribe: &[] },
-        ProcessRole::Billing
-        | ProcessRole::Provisioning
-        | ProcessRole::OutboxRelay
-        | ProcessRole::Webhook
-        | ProcessRole::NodeLogGateway => RoleSubjects { publish: &[], subscribe: &[] },
+        ProcessRole::Billing | ProcessRole::OutboxRelay | ProcessRole::Webhook | ProcessRole::NodeLogGateway => {
+            RoleSubjects { publish: &[], subscribe: &[] }
+        }
     }
 }
 

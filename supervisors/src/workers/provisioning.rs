@@ -2,28 +2,25 @@
 //! allocation in the commit that settles the request; a search without a node is reported to the allocation from here. This worker holds
 //! no state that matters: it can stop anywhere, and the event is processed again.
 
-mod node_cache;
-
 use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
+use super::placement_index::{FreeGpuIndex, SearchOutcome};
 use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
 use domain::billing_account::{self, BillingAccount, PlanClaim};
 use domain::money::{HourlyRate, MicroAmount, Price};
 use domain::node::{self, Node};
-use domain::placement::{self, PlacementRequest};
+use domain::placement::PlacementRequest;
 use domain::state_machine::{CommandSort as _, Timestamp};
 use domain::tenant::{self, QuotaScopes, Tenant};
 use domain::{AllocationId, EntityKind, EntityRef, EventId, NodeId, UserId};
-use node_cache::Fleet;
 use persistence::StoreError;
 use prometheus::{Histogram, HistogramOpts, IntCounter, Registry};
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Places allocations.
 pub struct Placer {
-    fleet: Fleet,
+    free_gpus: Arc<FreeGpuIndex>,
     placed: IntCounter,
     refused: IntCounter,
     asked: Histogram,
@@ -32,11 +29,11 @@ pub struct Placer {
 impl Placer {
     /// # Errors
     /// Where the metrics are registered already.
-    pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+    pub fn new(registry: &Registry, free_gpus: Arc<FreeGpuIndex>) -> Result<Self, prometheus::Error> {
         let asked = HistogramOpts::new("provisioning_nodes_asked", "Nodes that were asked for one allocation.")
             .buckets(vec![0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0]);
         let placer = Self {
-            fleet: Fleet::default(),
+            free_gpus,
             placed: IntCounter::new("provisioning_placed_total", "Allocations for which a node was found.")?,
             refused: IntCounter::new("provisioning_unplaced_total", "Searches that found no node.")?,
             asked: Histogram::with_opts(asked)?,
@@ -79,33 +76,26 @@ impl Placer {
             return Ok(release_quota(by, delivery, id, &user_id).await);
         }
         let wanted = PlacementRequest {
+            allocation_id: id,
+            sku_id: allocation.asked.sku_id,
             node_id: allocation.asked.node_id,
             region_code: allocation.asked.region_code.as_deref(),
             gpu_count: allocation.asked.gpu_count,
             reimages: allocation.asked.is_reimaged_after(),
         };
-        let (began, sku) = (Instant::now(), allocation.asked.sku_id);
-        let (mut asked, mut since) = (0.0, None);
-        let suggestion = loop {
-            let snapshot = self.fleet.snapshot(&by.reads, sku, id, since).await?;
-            for node_id in placement::order(&snapshot.candidates, &wanted, id.0.as_u128()) {
-                asked += 1.0;
-                if let Some(disposition) = self.reserve(by, delivery, &allocation, node_id).await? {
-                    self.placed.inc();
-                    self.asked.observe(asked);
-                    self.fleet.record_reservation(sku, node_id, id, allocation.asked.gpu_count).await;
-                    return Ok(disposition);
-                }
+        let reserve = |node_id| self.reserve(by, delivery, &allocation, node_id);
+        match self.free_gpus.place(&wanted, reserve).await? {
+            SearchOutcome::Reserved { reservation, asked } => {
+                self.placed.inc();
+                self.asked.observe(asked as f64);
+                Ok(reservation)
             }
-            if snapshot.at >= began {
-                break placement::suggestion(&snapshot.candidates, &wanted);
+            SearchOutcome::NoRoom { suggestion, asked } => {
+                self.refused.inc();
+                self.asked.observe(asked as f64);
+                Ok(send(allocation::Fact::NoCapacity { suggestion: Some(suggestion) }).await)
             }
-            // The snapshot was taken before this search: no request is refused by it.
-            since = Some(began);
-        };
-        self.refused.inc();
-        self.asked.observe(asked);
-        Ok(send(allocation::Fact::NoCapacity { suggestion: Some(suggestion) }).await)
+        }
     }
 
     /// The message to the user, where the account does not cover the first window.

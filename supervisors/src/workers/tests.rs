@@ -37,6 +37,7 @@ fn shutdown_stops_every_child_of_the_root_once() {
     let expected = [
         "edge",
         "provisioning",
+        "placement-index",
         "accrual",
         "heartbeat",
         "ownership",

@@ -10,6 +10,7 @@ use super::notification_relay::Notifier;
 use super::payments::payment_updater::PaymentUpdater;
 use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
+use super::placement_index::FreeGpuIndex;
 use super::provisioning::Placer;
 use crate::cluster_keys;
 use crate::startup::Stages;
@@ -28,6 +29,7 @@ pub struct WorkerDependencies {
     /// `None` where no payment processor is configured.
     pub(super) payments: Option<PaymentUpdater>,
     pub(super) reactor: Reactor,
+    pub(super) free_gpus: Arc<FreeGpuIndex>,
 }
 
 impl WorkerDependencies {
@@ -67,8 +69,9 @@ impl WorkerDependencies {
         let outbox = Outbox::new(storage.pool.clone());
         let context = ReactionContext::new(&actors.directory, storage.reads.clone(), outbox, "provisioning")?;
         let bare_metal = BareMetalWorker::new(services.services.clone(), leases.clone());
-        let placer = Arc::new(Placer::new(registry)?);
+        let free_gpus = Arc::new(FreeGpuIndex::new(registry, storage.reads.clone())?);
+        let placer = Arc::new(Placer::new(registry, Arc::clone(&free_gpus))?);
         let reactor = Reactor::new(context, placer, bare_metal, processor_calls, processor_events);
-        Ok(Self { audit_seal, key_follower, rewrapper, notifier, leases, payments, reactor, stages })
+        Ok(Self { audit_seal, key_follower, rewrapper, notifier, leases, payments, reactor, free_gpus, stages })
     }
 }

@@ -5,10 +5,11 @@ use domain::allocation;
 use domain::billing_account;
 use domain::choreography::Reaction;
 use domain::node;
-use domain::placement::{self, Candidate, PlacementRequest};
+use domain::placement::{NodeCapacity, PlacementIndex, PlacementRequest};
 use domain::state_machine::CommandSort as _;
 use domain::tenant::{self, QuotaScopes};
 use domain::{AllocationId, Event, NodeId, Principal, UserId};
+use std::collections::BTreeSet;
 use uuid::Uuid;
 
 /// A message on its way, and how far its reaction has come.
@@ -167,15 +168,24 @@ impl Simulation {
                         Err(other) => panic!("{other}"),
                     }
                 }
-                let candidates: Vec<_> = self.nodes.values().map(|node| Candidate::of(node, id)).collect();
+                let mut index = PlacementIndex::default();
+                for node in self.nodes.values() {
+                    index.apply(1, NodeCapacity::of(node));
+                }
                 let wanted = PlacementRequest {
+                    allocation_id: id,
+                    sku_id: asked.sku_id,
                     node_id: asked.node_id,
                     region_code: asked.region_code.as_deref(),
                     gpu_count: asked.gpu_count,
                     reimages: false,
                 };
-                let nodes = placement::order(&candidates, &wanted, u128::from(message.id));
-                ReactionProgress::Partly(nodes, placement::suggestion(&candidates, &wanted))
+                let (mut nodes, mut known) = (Vec::new(), BTreeSet::new());
+                while let Some(node_id) = index.next(&wanted, &known) {
+                    known.insert(node_id);
+                    nodes.push(node_id);
+                }
+                ReactionProgress::Partly(nodes, index.suggestion(&wanted))
             }
             PlacementProgress::Ask { nodes, suggestion } => {
                 let Some((first, rest)) = nodes.split_first() else {
