@@ -191,7 +191,11 @@ async fn read_entities(reads: &Reads, rows: &SampleRows) {
         reads.history_of_command(LONG_LIVED, "report", before, PAGE).await.unwrap();
     }
     reads.open_payments(LARGE_OWNER, "user:7").await.unwrap();
-    reads.nodes_of_sku(SkuId(rows.skus[0]), "active", std::iter::empty()).await.unwrap();
+    reads.reply_at(rows.nodes[0], 1).await.unwrap();
+    reads.node_versions(SkuId(rows.skus[0]), "active").await.unwrap();
+    let placed: Vec<_> = rows.nodes.iter().copied().map(NodeId).collect();
+    reads.node_rows(&placed).await.unwrap();
+    reads.sku_ids().await.unwrap();
     reads.sku_references(SkuId(rows.skus[0])).await.unwrap();
 }
 
