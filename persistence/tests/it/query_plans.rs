@@ -64,7 +64,10 @@ const EXCEPTIONS: &[(&str, &str)] = &[
         "SELECT id FROM entity WHERE kind = 'node' AND state NOT IN",
         "nodes that were altered past the service, after an error alone",
     ),
-    ("SELECT id, version FROM entity WHERE kind = 'node' AND sku = $1", "the versions of a SKU's nodes, a check of the index of placement"),
+    (
+        "SELECT id, version FROM entity WHERE kind = 'node' AND sku = $1",
+        "the versions of a SKU's nodes, a check of the index of placement",
+    ),
     ("FROM entity AS node CROSS JOIN LATERAL", "the nodes of a SKU, before its removal"),
     ("live.by_this_alone", "an operator's question before an authority is retired"),
     ("FROM ledger ), run AS (", "`gpuaas ledger verify` reads every posting"),

@@ -24,7 +24,7 @@ pub(super) struct DueEntities {
 
 impl DueEntities {
     /// The ones that have waited longest, without those with these ids; none where they cannot be read.
-    pub async fn find(self: Arc<Self>, excluded: Vec<Uuid>) -> Vec<(Uuid, DueTimer)> {
+    pub(super) async fn find(self: Arc<Self>, excluded: Vec<Uuid>) -> Vec<(Uuid, DueTimer)> {
         let mut shards: Vec<_> = self.directory.host().terms().iter().map(|term| term.shard).collect();
         shards.extend(self.view.shards_without(self.role));
         if shards.is_empty() {
