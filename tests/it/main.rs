@@ -74,6 +74,7 @@ mod payments_chaos;
 mod payments_crashes;
 mod payments_processor;
 mod permission_matrix;
+mod placement;
 mod platform_roles;
 mod policy;
 mod process_roles;
