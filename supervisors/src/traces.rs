@@ -4,16 +4,22 @@
 //! logs. A span is exported when it has the field `otel.parent`, which only spans of sampled traces have. Spans wait in a
 //! bounded queue; those that do not fit, or that no collector accepts, are counted and dropped: the service never waits for a collector.
 
+mod collector_client;
+
 use anyhow::Context as _;
+use collector_client::{CollectorClient, DropReason, ExportFailure, FailureNote};
 use edge::outbound::http_client::client_builder;
 use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
 use opentelemetry::{InstrumentationScope, KeyValue, Value};
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig as _, WithHttpConfig as _};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanExporter as _, SpanLinks};
-use prometheus::{IntCounter, Registry};
+use persistence::outage_log::RetryLog;
+use prometheus::{IntCounter, IntCounterVec, Opts, Registry};
 use std::fmt;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime};
+use strum::IntoEnumIterator as _;
 use telemetry::Sampling;
 use tokio::sync::{Mutex, mpsc};
 use tracing::field::{Field, Visit};
@@ -39,6 +45,7 @@ const RATIO: &str = "OTEL_TRACES_SAMPLER_ARG";
 /// The tracing layer that collects the spans of sampled traces as they end.
 pub struct SpanCollector {
     to: mpsc::Sender<SpanData>,
+    /// For want of room in the queue.
     dropped: IntCounter,
     scope: InstrumentationScope,
 }
@@ -47,8 +54,11 @@ pub struct SpanCollector {
 pub struct TraceExporter {
     from: Mutex<mpsc::Receiver<SpanData>>,
     exporter: SpanExporter,
+    /// Of the exporter's client.
+    note: FailureNote,
+    retries: RetryLog,
     exported: IntCounter,
-    dropped: IntCounter,
+    dropped: IntCounterVec,
     pub sampling: Sampling,
 }
 
@@ -67,22 +77,37 @@ pub fn configured(
     check_addresses(&environment)?;
     let ratio = sampling_ratio(&environment)?;
     let client = client_builder(None).map_err(anyhow::Error::msg)?.timeout(EXPORT_TIMEOUT).build()?;
+    let note = FailureNote::default();
     let mut exporter = SpanExporter::builder()
         .with_http()
-        .with_http_client(client)
+        .with_http_client(CollectorClient { client, note: Arc::clone(&note) })
         .with_protocol(Protocol::HttpBinary)
         .with_timeout(EXPORT_TIMEOUT)
         .build()
         .with_context(|| format!("{} cannot be used", ENDPOINTS[0]))?;
     exporter.set_resource(&resource(set("OTEL_SERVICE_NAME"), set("SVC_MEMBER_NAME")));
     let (to, from) = mpsc::channel(QUEUE);
-    let dropped =
-        IntCounter::new("trace_spans_dropped_total", "Spans that no collector accepted, or that exceeded the queue.")?;
+    let dropped = dropped_spans()?;
     let exported = IntCounter::new("trace_spans_exported_total", "Spans that the collector accepted.")?;
     let scope = InstrumentationScope::builder("gpuaas").with_version(env!("CARGO_PKG_VERSION")).build();
-    let collecting = SpanCollector { to, dropped: dropped.clone(), scope };
-    let sampling = Sampling::of_ratio(ratio);
-    Ok(Some((collecting, TraceExporter { from: Mutex::new(from), exporter, exported, dropped, sampling })))
+    let of_queue = dropped.with_label_values(&[DropReason::QueueFull.name()]);
+    let collecting = SpanCollector { to, dropped: of_queue, scope };
+    let (from, sampling) = (Mutex::new(from), Sampling::of_ratio(ratio));
+    let retries = RetryLog::new("send spans to the trace collector");
+    Ok(Some((collecting, TraceExporter { from, exporter, note, retries, exported, dropped, sampling })))
+}
+
+/// With each reason from the start, so that an increase is seen from the first.
+fn dropped_spans() -> prometheus::Result<IntCounterVec> {
+    let opts = Opts::new(
+        "trace_spans_dropped_total",
+        "Spans that were not exported, by the reason: credentials and address are to be corrected in this service's settings.",
+    );
+    let dropped = IntCounterVec::new(opts, &["reason"])?;
+    for reason in DropReason::iter() {
+        dropped.with_label_values(&[reason.name()]);
+    }
+    Ok(dropped)
 }
 
 /// Checks the variables of the sampler and of the collector's address.
@@ -134,11 +159,10 @@ impl TraceExporter {
     /// Never: what cannot be sent is dropped.
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut from = self.from.lock().await;
-        let mut reached = true;
         loop {
             let Some(first) = from.recv().await else { std::future::pending().await };
             tokio::time::sleep(LINGER).await;
-            reached = self.send(batch(first, &mut from), reached).await;
+            self.send(batch(first, &mut from)).await;
         }
     }
 
@@ -147,7 +171,7 @@ impl TraceExporter {
         let sending = async {
             let mut from = self.from.lock().await;
             while let Ok(first) = from.try_recv() {
-                self.send(batch(first, &mut from), true).await;
+                self.send(batch(first, &mut from)).await;
             }
         };
         if tokio::time::timeout(FINAL_EXPORT_TIMEOUT, sending).await.is_err() {
@@ -155,23 +179,21 @@ impl TraceExporter {
         }
     }
 
-    /// Exports a batch. Returns whether the collector accepted it; a change is logged once.
-    async fn send(&self, spans: Vec<SpanData>, reached: bool) -> bool {
+    /// Exports a batch.
+    async fn send(&self, spans: Vec<SpanData>) {
         let count = spans.len() as u64;
         match self.exporter.export(spans).await {
             Ok(()) => {
                 self.exported.inc_by(count);
-                if !reached {
-                    tracing::info!("the trace collector is reached again");
-                }
-                true
+                self.retries.succeeded();
             }
             Err(error) => {
-                self.dropped.inc_by(count);
-                if reached {
-                    tracing::warn!(%error, "the trace collector takes no spans; they are dropped until it does");
-                }
-                false
+                let noted = self.note.lock().unwrap_or_else(PoisonError::into_inner).take();
+                // It took longer than it may, or no request could be made.
+                let unknown = || ExportFailure { reason: DropReason::Outage, text: error.to_string() };
+                let failure = noted.unwrap_or_else(unknown);
+                self.dropped.with_label_values(&[failure.reason.name()]).inc_by(count);
+                self.retries.failed(&format!("{}: {}", failure.reason.name(), failure.text));
             }
         }
     }
@@ -362,6 +384,47 @@ mod tests {
             }
         });
         assert_eq!(dropped.get(), 3);
+    }
+
+    #[tokio::test]
+    async fn spans_that_a_collector_refuses_are_counted_by_the_reason() {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let answers = || async { axum::http::StatusCode::UNAUTHORIZED };
+        let router = axum::Router::new().route("/v1/traces", axum::routing::post(answers));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+
+        let note = FailureNote::default();
+        let client = client_builder(None).unwrap().timeout(EXPORT_TIMEOUT).build().unwrap();
+        let exporter = SpanExporter::builder()
+            .with_http()
+            .with_http_client(CollectorClient { client, note: Arc::clone(&note) })
+            .with_endpoint(format!("http://{address}/v1/traces"))
+            .with_protocol(Protocol::HttpBinary)
+            .build()
+            .unwrap();
+        let (collecting, mut spans) = collecting(8);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(collecting), || {
+            (0..3).for_each(|_| drop(work(SpanContext::begin(Sampling::of_ratio(1.0)))));
+        });
+        let ended = batch(spans.try_recv().unwrap(), &mut spans);
+        let exporting = TraceExporter {
+            from: Mutex::new(spans),
+            exporter,
+            note,
+            retries: RetryLog::new("send spans"),
+            exported: IntCounter::new("exported", "exported").unwrap(),
+            dropped: dropped_spans().unwrap(),
+            sampling: Sampling::NEVER,
+        };
+        exporting.send(ended).await;
+        let dropped = DropReason::iter().map(|reason| {
+            let count = exporting.dropped.with_label_values(&[reason.name()]).get();
+            (reason.name(), count)
+        });
+        let dropped: Vec<_> = dropped.filter(|(_, count)| *count > 0).collect();
+        assert_eq!((dropped, exporting.exported.get()), (vec![("credentials", 3)], 0));
     }
 
     #[test]

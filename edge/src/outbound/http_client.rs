@@ -42,7 +42,8 @@ pub(crate) async fn read_bounded_body(mut response: Response, max_bytes: usize) 
 }
 
 /// Whether the answer is a page for people: what is there is another service, or a proxy's login.
-pub(crate) fn is_web_page(headers: &HeaderMap) -> bool {
+#[must_use]
+pub fn is_web_page(headers: &HeaderMap) -> bool {
     let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let media_type = content_type.split(';').next().unwrap_or_default().trim();
     media_type.eq_ignore_ascii_case("text/html") || media_type.eq_ignore_ascii_case("application/xhtml+xml")
@@ -50,7 +51,8 @@ pub(crate) fn is_web_page(headers: &HeaderMap) -> bool {
 
 /// Whether the connection was made and TLS failed: a certificate by another authority or for another name, or a server without TLS. A
 /// retry does not help, unlike in an outage.
-pub(crate) fn is_tls_failure(error: &(dyn Error + 'static)) -> bool {
+#[must_use]
+pub fn is_tls_failure(error: &(dyn Error + 'static)) -> bool {
     // What an I/O error wraps is not among its sources.
     let wrapped = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
     error.is::<rustls::Error>()
@@ -59,7 +61,8 @@ pub(crate) fn is_tls_failure(error: &(dyn Error + 'static)) -> bool {
 }
 
 /// The error with its sources, without the URL, which may contain secrets.
-pub(crate) fn error_chain(error: reqwest::Error) -> String {
+#[must_use]
+pub fn error_chain(error: reqwest::Error) -> String {
     failures::chain(&error.without_url())
 }
 
