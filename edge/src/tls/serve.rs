@@ -24,6 +24,7 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use persistence::outage_log::RetryLog;
 use rustls::{HandshakeKind, ServerConfig};
 use tokio::{
     net::{TcpListener, TcpStream},
@@ -325,6 +326,7 @@ async fn accept(
     slots: &Arc<Semaphore>,
     admission: &Admission,
 ) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
+    static RETRIES: RetryLog = RetryLog::new("accept connections");
     let closed = |_| io::Error::other("the listener's bounds are gone");
     if slots.available_permits() == 0 {
         admission.displace_oldest();
@@ -332,10 +334,13 @@ async fn accept(
     let slot = Arc::clone(slots).acquire_owned().await.map_err(closed)?;
     loop {
         match listener.accept().await {
-            Ok((stream, address)) => return Ok((stream, address, slot)),
+            Ok((stream, address)) => {
+                RETRIES.succeeded();
+                return Ok((stream, address, slot));
+            }
             Err(error) if is_the_peers(&error) => {}
             Err(error) if is_passing(&error) => {
-                warn!(%error, "connections cannot be accepted at the moment");
+                RETRIES.failed(&error.to_string());
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
             Err(error) => return Err(error),

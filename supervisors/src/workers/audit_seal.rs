@@ -15,6 +15,7 @@ use domain::Shard;
 use domain::commit::Epoch;
 use persistence::audit::{SealRun, Sealer, SignedHead};
 use persistence::membership::incarnation_of;
+use persistence::outage_log::{RetryLog, chain};
 use prometheus::{Gauge, IntCounter, IntGauge, Registry};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -28,6 +29,7 @@ const HEADS_PER_SHARD: i64 = 1024;
 pub(crate) const ARCHIVE: &str = "AUDIT";
 /// How long the archive may take to answer.
 const ARCHIVE_TIMEOUT: Duration = Duration::from_secs(2);
+const NO_ANSWER: &str = "the archive did not answer in time";
 
 pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.audit_seal, |seal| async move { seal.run().await }))
@@ -69,6 +71,9 @@ pub struct AuditSeal {
     bus: Bus,
     metrics: SealMetrics,
     state: Mutex<SealState>,
+    sealing: RetryLog,
+    reading: RetryLog,
+    archiving: RetryLog,
 }
 
 struct SealState {
@@ -91,7 +96,9 @@ impl AuditSeal {
             broken: BTreeSet::new(),
             succeeded_at: Instant::now(),
         };
-        Self { host, bus, metrics, state: Mutex::new(state) }
+        let [sealing, reading, archiving] =
+            ["seal audit rows", "read the archive of audit heads", "archive audit heads"].map(RetryLog::new);
+        Self { host, bus, metrics, state: Mutex::new(state), sealing, reading, archiving }
     }
 
     /// Seals, periodically.
@@ -120,6 +127,7 @@ impl AuditSeal {
         self.ask_archive(&mut state, &terms).await;
         match state.sealer.run(&terms, Utc::now()).await {
             Ok(turn) => {
+                self.sealing.succeeded();
                 state.succeeded_at = Instant::now();
                 let more = turn.more && turn.sealed > 0;
                 self.measure(&turn);
@@ -131,7 +139,7 @@ impl AuditSeal {
             }
             Err(error) => {
                 self.metrics.lag.set(self.metrics.lag.get().max(state.succeeded_at.elapsed().as_secs_f64()));
-                tracing::warn!(error = %error, source = %error.source, "audit rows could not be sealed; the next round seals them");
+                self.sealing.failed(&chain(&error));
                 false
             }
         }
@@ -165,9 +173,10 @@ impl AuditSeal {
             anyhow::Ok(())
         };
         match tokio::time::timeout(ARCHIVE_TIMEOUT, asking).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::warn!(error = format!("{error:#}"), "the archive of audit heads was not asked"),
-            Err(_) => tracing::warn!("the archive of audit heads did not answer in time"),
+            Ok(asked) => {
+                let _ = self.reading.observe(asked);
+            }
+            Err(_) => self.reading.failed(NO_ANSWER),
         }
     }
 
@@ -191,16 +200,13 @@ impl AuditSeal {
             anyhow::Ok(())
         };
         match tokio::time::timeout(ARCHIVE_TIMEOUT, handing).await {
-            Ok(Ok(())) => {}
-            // The stream may be gone: it is created when the archive is read again.
-            Ok(Err(error)) => {
-                tracing::warn!(
-                    error = format!("{error:#}"),
-                    "audit heads were not archived; the next round archives them"
-                );
-                state.asked.clear();
+            Ok(archived) => {
+                if self.archiving.observe(archived).is_none() {
+                    // The stream may be gone: it is created when the archive is read again.
+                    state.asked.clear();
+                }
             }
-            Err(_) => tracing::warn!("audit heads were not archived in time; the next round archives them"),
+            Err(_) => self.archiving.failed(NO_ANSWER),
         }
     }
 }

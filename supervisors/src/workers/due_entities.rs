@@ -7,6 +7,7 @@ use actors::Directory;
 use actors::shell_dependencies::Environment;
 use domain::EntityKind;
 use persistence::Reads;
+use persistence::outage_log::RetryLog;
 use persistence::queries::DueTimer;
 use std::sync::Arc;
 use uuid::Uuid;
@@ -30,12 +31,8 @@ impl DueEntities {
         if shards.is_empty() {
             return Vec::new();
         }
-        match self.reads.due_timers(&shards, &[self.kind], self.environment.now(), &excluded, self.page_size).await {
-            Ok(due) => due.into_iter().map(|due| (due.entity.id, due)).collect(),
-            Err(error) => {
-                tracing::warn!(%error, kind = self.kind.as_str(), "could not read which entities are due");
-                Vec::new()
-            }
-        }
+        static RETRIES: RetryLog = RetryLog::new("read which entities are due");
+        let due = self.reads.due_timers(&shards, &[self.kind], self.environment.now(), &excluded, self.page_size).await;
+        RETRIES.observe(due).into_iter().flatten().map(|due| (due.entity.id, due)).collect()
     }
 }

@@ -13,6 +13,7 @@ use domain::{Action, EntityKind, EntityRef, Machine, Permit, Principal};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::Reads;
+use persistence::outage_log::RetryLog;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::{Instrument as _, error_span};
@@ -54,13 +55,9 @@ async fn find_due(host: Arc<Host>, reads: Reads, excluded: Vec<Uuid>) -> Vec<(Uu
     if shards.is_empty() {
         return Vec::new();
     }
-    match reads.due_timers(&shards, &timed_kinds(), Utc::now(), &excluded, PAGE_SIZE).await {
-        Ok(due) => due.into_iter().map(|due| (due.entity.id, due.entity)).collect(),
-        Err(error) => {
-            tracing::warn!(error = %error, "could not read the deadlines");
-            Vec::new()
-        }
-    }
+    static RETRIES: RetryLog = RetryLog::new("read the deadlines");
+    let due = RETRIES.observe(reads.due_timers(&shards, &timed_kinds(), Utc::now(), &excluded, PAGE_SIZE).await);
+    due.into_iter().flatten().map(|due| (due.entity.id, due.entity)).collect()
 }
 
 /// All kinds but billing accounts, which are due by the thousand ([`super::accrual`] ticks them), and notification endpoints, which are due

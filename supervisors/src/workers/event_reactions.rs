@@ -31,6 +31,7 @@ use domain::terminal_session::TerminalSession;
 use domain::{EntityKind, Event, EventId};
 use futures::{FutureExt, StreamExt};
 use persistence::OutboxRow;
+use persistence::outage_log::RetryLog;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -256,16 +257,11 @@ impl Reactor {
         excluded.extend(lock(unreadable).excluded(Instant::now()));
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
         let age = if bus.is_connected() { ORPHANED_AFTER } else { ORPHANED_AFTER_WITHOUT_NATS };
-        match self.context.reads.orphaned_events(&shards, age, &excluded, EVENTS_PER_SHARD).await {
-            Ok(orphans) => {
-                lock(unreadable).add(orphans.foreign, Instant::now());
-                orphans.rows.into_iter().map(|row| (row.id, row)).collect()
-            }
-            Err(error) => {
-                tracing::warn!(error = %error, "could not look for orphaned events");
-                Vec::new()
-            }
-        }
+        static RETRIES: RetryLog = RetryLog::new("look for orphaned events");
+        let read = self.context.reads.orphaned_events(&shards, age, &excluded, EVENTS_PER_SHARD).await;
+        let Some(orphans) = RETRIES.observe(read) else { return Vec::new() };
+        lock(unreadable).add(orphans.foreign, Instant::now());
+        orphans.rows.into_iter().map(|row| (row.id, row)).collect()
     }
 
     /// Whether the row is settled.

@@ -5,6 +5,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use edge::app_state::AppState;
 use edge::fleet_telemetry::{FleetGroup, FleetReport};
+use persistence::outage_log::RetryLog;
 use prometheus::{Gauge, GaugeVec, Opts, Registry};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,6 +31,7 @@ pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
 pub async fn run(services: AppState, metrics: Arc<FleetMetrics>) -> anyhow::Result<()> {
     let mut ticker = interval(INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let retries = RetryLog::new("read the nodes of the fleet");
     loop {
         ticker.tick().await;
         let now = services.environment.now();
@@ -39,8 +41,11 @@ pub async fn run(services: AppState, metrics: Arc<FleetMetrics>) -> anyhow::Resu
             services.fleet_report().await
         };
         match report.await {
-            Ok(report) => metrics.set(&report),
-            Err(error) => tracing::warn!(error = %error, "could not read the nodes of the fleet"),
+            Ok(report) => {
+                metrics.set(&report);
+                retries.succeeded();
+            }
+            Err(error) => retries.failed(&error.cause().unwrap_or_else(|| error.to_string())),
         }
     }
 }

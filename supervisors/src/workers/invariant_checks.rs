@@ -15,6 +15,7 @@ use domain::invariants::{self, Invariant};
 use domain::node::Node;
 use domain::state_machine::Machine;
 use domain::{AllocationId, EntityKind, NodeId, Shard, Visitor};
+use persistence::outage_log::RetryLog;
 use persistence::queries::{Cursor, InspectedEntity, Inspection};
 use persistence::{Reads, StoreError};
 use prometheus::{IntCounterVec, Opts, Registry};
@@ -75,19 +76,22 @@ impl Auditor {
         ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut cursors: BTreeMap<EntityKind, Option<Cursor>> =
             EntityKind::ALL.iter().map(|kind| (*kind, None)).collect();
+        let retries = RetryLog::new("check the invariants of entities");
         loop {
             ticker.tick().await;
             let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
             if shards.is_empty() {
                 continue;
             }
+            let mut outcome = Ok(());
             for (kind, cursor) in &mut cursors {
                 // After the last entity the first follows again.
                 match self.check_page(*kind, &shards, *cursor).await {
                     Ok(next) => *cursor = next,
-                    Err(error) => tracing::warn!(error = %error, %kind, "could not check the invariants of entities"),
+                    Err(error) => outcome = outcome.and(Err(error)),
                 }
             }
+            let _ = retries.observe(outcome);
         }
     }
 

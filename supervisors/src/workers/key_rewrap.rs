@@ -21,6 +21,7 @@ use edge::trust::current_keys::{set_id, stored};
 use futures::StreamExt;
 use persistence::Reads;
 use persistence::key_rewrap::{OutdatedValue, Rewrap, SEALED_FIELDS, SealedField};
+use persistence::outage_log::RetryLog;
 use prometheus::{IntGauge, Registry};
 use std::sync::Arc;
 use std::time::Duration;
@@ -80,14 +81,13 @@ impl Rewrapper {
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut ticker = interval(INTERVAL);
         ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let retries = RetryLog::new("seal values under the active key");
         loop {
             tokio::select! {
                 _ = ticker.tick() => {}
                 () = self.wake.notified() => {}
             }
-            if let Err(error) = self.rewrap_once().await {
-                tracing::warn!(error = format!("{error:#}"), "resealing is interrupted and continues");
-            }
+            let _ = retries.observe(self.rewrap_once().await);
         }
     }
 

@@ -16,6 +16,7 @@ use edge::tls::proxies::Proxies;
 use edge::trust::current_keys::{CurrentKeys, Keys, KeysError};
 use edge::trust::node_certificate::TrustDomain;
 use futures::StreamExt;
+use persistence::outage_log::RetryLog;
 use persistence::{Reads, Secrets};
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,6 +72,7 @@ impl KeyFollower {
         let mut ticker = interval(CHECK_INTERVAL);
         ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut read_at, mut was_connected) = (Instant::now(), false);
+        let retries = RetryLog::new("read the service's keys");
         loop {
             tokio::select! {
                 () = self.changed.notified() => {}
@@ -83,11 +85,8 @@ impl KeyFollower {
                     }
                 }
             }
-            match self.update().await {
-                Ok(()) => read_at = Instant::now(),
-                Err(error) => {
-                    tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the previous keys stay in use");
-                }
+            if retries.observe(self.update().await).is_some() {
+                read_at = Instant::now();
             }
         }
     }

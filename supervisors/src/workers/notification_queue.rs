@@ -22,6 +22,7 @@ use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use edge::notifications::encoded;
 use futures::StreamExt;
 use futures::stream::select_all;
+use persistence::outage_log::RetryLog;
 use persistence::queries::{ListFilter, ListedEntity};
 use std::time::Duration;
 
@@ -90,14 +91,18 @@ impl NotificationQueue {
     }
 
     async fn process_message(&self, message: Message) -> (Message, AckKind) {
+        static RETRIES: RetryLog = RetryLog::new("queue events for endpoints");
         let event = if self.notifier.bus.is_members_event(&message) { parse_event(&message) } else { None };
         let Some(event) = event.filter(|event| Utc::now() - event.time <= MAX_EVENT_AGE) else {
             return (message, AckKind::Term);
         };
         let acknowledge = match self.queue(&event).await {
-            Ok(()) => AckKind::Ack,
+            Ok(()) => {
+                RETRIES.succeeded();
+                AckKind::Ack
+            }
             Err(error) => {
-                tracing::warn!(error = format!("{error:#}"), subject = %message.subject, "an event cannot be queued yet");
+                RETRIES.failed(&format!("{}: {error:#}", message.subject));
                 AckKind::Nak(Some(RETRY_AFTER))
             }
         };

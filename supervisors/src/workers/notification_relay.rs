@@ -24,6 +24,7 @@ use edge::notifications::{EventHeader, encoded};
 use futures::StreamExt;
 use futures::stream::select_all;
 use persistence::Reads;
+use persistence::outage_log::RetryLog;
 use persistence::queries::BindingFilter;
 use serde::Deserialize;
 use std::sync::Arc;
@@ -117,6 +118,7 @@ impl Notifier {
     /// # Errors
     /// Where a consumer cannot be made or ends.
     pub async fn run(self) -> anyhow::Result<()> {
+        static RETRIES: RetryLog = RetryLog::new("read what clients are notified of");
         let context = jetstream::new(self.bus.client().clone());
         make_streams(&context, self.bus.stream_copies()).await?;
         let mut streams = Vec::new();
@@ -133,10 +135,13 @@ impl Notifier {
         while let Some(addressed) = working.next().await {
             let (message, done) = addressed?;
             let acknowledge = match done {
-                Ok(Some((event, notifications))) => self.publish(&message, &event, notifications).await,
+                Ok(Some((event, notifications))) => {
+                    RETRIES.succeeded();
+                    self.publish(&message, &event, notifications).await
+                }
                 Ok(None) => AckKind::Term,
                 Err(error) => {
-                    tracing::warn!(%error, subject = %message.subject, "an event cannot be published to clients yet");
+                    RETRIES.failed(&format!("{}: {error:#}", message.subject));
                     AckKind::Nak(Some(RETRY_AFTER))
                 }
             };
@@ -252,12 +257,14 @@ impl Notifier {
         event: &PublishedEvent,
         notifications: Vec<AddressedNotification>,
     ) -> AckKind {
+        static RETRIES: RetryLog = RetryLog::new("publish notifications");
         for AddressedNotification { channel, data } in notifications {
             let payload = encoded(&event.header(), &channel, &data);
             if !self.bus.notify(channel.subject(), None, headers(message), payload.into_bytes()).await {
-                tracing::warn!("a notification could not be published");
+                RETRIES.failed("NATS does not take it");
                 return AckKind::Nak(Some(RETRY_AFTER));
             }
+            RETRIES.succeeded();
         }
         AckKind::Ack
     }

@@ -8,6 +8,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use domain::Shard;
 use domain::choreography::Reaction;
+use persistence::outage_log::RetryLog;
 use persistence::queries::OutboxCursor;
 use persistence::{OutboxRow, Reads};
 use std::collections::BTreeMap;
@@ -42,11 +43,10 @@ impl OutboxPoll {
         let mut ticker = tokio::time::interval(INTERVAL);
         ticker.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let (mut cursors, mut looked_at) = (BTreeMap::new(), Instant::now());
+        let retries = RetryLog::new("read committed events");
         loop {
             ticker.tick().await;
-            if let Err(error) = self.poll_once(&mut cursors, &mut looked_at).await {
-                tracing::warn!(error = %error, "could not read committed events");
-            }
+            let _ = retries.observe(self.poll_once(&mut cursors, &mut looked_at).await);
         }
     }
 

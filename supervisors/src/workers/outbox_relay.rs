@@ -15,6 +15,7 @@ use domain::choreography::Reaction;
 use domain::event::Stream;
 use domain::{EventId, Shard};
 use futures::FutureExt as _;
+use persistence::outage_log::{RetryLog, chain};
 use persistence::{Outbox, OutboxRow};
 use serde_json::json;
 use std::sync::Arc;
@@ -43,12 +44,16 @@ pub struct OutboxRelay {
     bus: Bus,
     outbox: Outbox,
     rows: Arc<Mutex<mpsc::Receiver<OutboxRow>>>,
+    settling: Arc<RetryLog>,
+    publishing: Arc<RetryLog>,
 }
 
 impl OutboxRelay {
     #[must_use]
-    pub const fn new(bus: Bus, outbox: Outbox, rows: Arc<Mutex<mpsc::Receiver<OutboxRow>>>) -> Self {
-        Self { bus, outbox, rows }
+    pub fn new(bus: Bus, outbox: Outbox, rows: Arc<Mutex<mpsc::Receiver<OutboxRow>>>) -> Self {
+        let [settling, publishing] =
+            ["settle published events", "publish events"].map(|doing| Arc::new(RetryLog::new(doing)));
+        Self { bus, outbox, rows, settling, publishing }
     }
 
     /// Publishes until the committer is closed.
@@ -67,7 +72,8 @@ impl OutboxRelay {
         let mut taken = Vec::with_capacity(BATCH_SIZE);
         loop {
             if settling.is_none() && !settled.is_empty() {
-                settling = Some(tokio::spawn(settle(self.outbox.clone(), std::mem::take(&mut settled))));
+                let (outbox, retries) = (self.outbox.clone(), Arc::clone(&self.settling));
+                settling = Some(tokio::spawn(settle(outbox, std::mem::take(&mut settled), retries)));
             }
             tokio::select! {
                 biased;
@@ -88,54 +94,52 @@ impl OutboxRelay {
                     // Without NATS the poll finds and processes them.
                     let published = if self.bus.is_connected() { count } else { 0 };
                     for row in taken.drain(..).take(published) {
-                        publish(&self.bus, &context, row, &mut acknowledgements).await;
+                        self.publish(&context, row, &mut acknowledgements).await;
                     }
                 }
             }
         }
     }
-}
 
-async fn settle(outbox: Outbox, settled: Vec<EventId>) {
-    if let Err(error) = outbox.settle(&settled).await {
-        // The rows stay and are published again, which is harmless.
-        tracing::warn!(error = %error, "could not settle published events");
+    /// Publishes one row. Its task in `acknowledgements` ends at the broker's acknowledgement, and returns the id of a row to delete.
+    async fn publish(
+        &self,
+        context: &jetstream::Context,
+        row: OutboxRow,
+        acknowledgements: &mut JoinSet<Option<EventId>>,
+    ) {
+        let (id, may_go) = (row.id, row.event.reaction() == Reaction::Nothing);
+        let (mut headers, event) = (headers(&row), cloud_event(&row));
+        self.bus.stamp_event(row.event.subject(), &event, &mut headers);
+        let sent = context.publish_with_headers(row.event.subject(), headers, event.into()).await;
+        let retries = Arc::clone(&self.publishing);
+        let lost = move |retries: &RetryLog, error: &(dyn std::error::Error + 'static)| {
+            let correlation_id = row.origin.correlation_id.as_str();
+            tracing::debug!(correlation_id, event.id = %id, %error, "an event was not published; the poll finds it");
+            retries.failed(&chain(error));
+        };
+        let acknowledgement = match sent {
+            Ok(acknowledgement) => acknowledgement,
+            Err(error) => return lost(&retries, &error),
+        };
+        acknowledgements.spawn(async move {
+            match acknowledgement.await {
+                Ok(_) => {
+                    retries.succeeded();
+                    may_go.then_some(id)
+                }
+                Err(error) => {
+                    lost(&retries, &error);
+                    None
+                }
+            }
+        });
     }
 }
 
-/// Publishes one row. Its task in `acknowledgements` ends at the broker's acknowledgement, and returns the id of a row to delete.
-async fn publish(
-    bus: &Bus,
-    context: &jetstream::Context,
-    row: OutboxRow,
-    acknowledgements: &mut JoinSet<Option<EventId>>,
-) {
-    let (id, may_go) = (row.id, row.event.reaction() == Reaction::Nothing);
-    let (mut headers, event) = (headers(&row), cloud_event(&row));
-    bus.stamp_event(row.event.subject(), &event, &mut headers);
-    let sent = context.publish_with_headers(row.event.subject(), headers, event.into()).await;
-    let lost = move |error: &dyn std::fmt::Display, what: &str| {
-        tracing::warn!(
-            correlation_id = row.origin.correlation_id, resource_name = %row.event.about(), event.id = %id, %error,
-            "an event was not {what}; the poll finds it"
-        );
-    };
-    let acknowledgement = match sent {
-        Ok(acknowledgement) => acknowledgement,
-        Err(error) => {
-            lost(&error, "published");
-            return;
-        }
-    };
-    acknowledgements.spawn(async move {
-        match acknowledgement.await {
-            Ok(_) => may_go.then_some(id),
-            Err(error) => {
-                lost(&error, "acknowledged");
-                None
-            }
-        }
-    });
+/// Rows that are not settled stay, and are published again, which is harmless.
+async fn settle(outbox: Outbox, settled: Vec<EventId>, retries: Arc<RetryLog>) {
+    let _ = retries.observe(outbox.settle(&settled).await);
 }
 
 /// The headers that every message carries.

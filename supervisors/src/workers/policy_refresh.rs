@@ -11,6 +11,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use futures::StreamExt;
 use persistence::Reads;
+use persistence::outage_log::RetryLog;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -44,6 +45,7 @@ pub async fn run(environment: Arc<EntityEnvironment>, reads: Reads, bus: Bus) ->
     let mut ticker = interval(CHECK_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut read_at, mut was_connected) = (Instant::now(), false);
+    let retries = RetryLog::new("read the policy values");
     loop {
         tokio::select! {
             () = environment.policy_written.notified() => {}
@@ -56,12 +58,9 @@ pub async fn run(environment: Arc<EntityEnvironment>, reads: Reads, bus: Bus) ->
                 }
             }
         }
-        match reads.policy_book().await {
-            Ok(book) => {
-                environment.set_policy_book(book);
-                read_at = Instant::now();
-            }
-            Err(error) => tracing::warn!(error = %error, "could not read the policy values"),
+        if let Some(book) = retries.observe(reads.policy_book().await) {
+            environment.set_policy_book(book);
+            read_at = Instant::now();
         }
         tokio::time::sleep(COALESCE_FOR).await;
     }

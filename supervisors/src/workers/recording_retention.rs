@@ -12,6 +12,7 @@ use domain::authz::authorize;
 use domain::policy::PolicyKey;
 use domain::terminal_session::{Maintenance, Phase, TerminalSession};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
+use persistence::outage_log::RetryLog;
 use persistence::queries::Cursor;
 use persistence::recordings::{Recording, RecordingFilter};
 use persistence::{Reads, Recordings};
@@ -76,10 +77,10 @@ impl RecordingRetention {
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut ticker = interval_at(Instant::now() + FIRST_RUN_AFTER, INTERVAL);
         ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let retries = RetryLog::new("remove expired recordings");
         loop {
             ticker.tick().await;
-            if let Err(error) = self.delete_expired().await {
-                tracing::warn!(error = format!("{error:#}"), "expired recordings could not be removed");
+            if retries.observe(self.delete_expired().await).is_none() {
                 ticker.reset_after(RETRY_PAUSE);
             }
         }

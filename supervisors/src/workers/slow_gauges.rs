@@ -13,6 +13,7 @@ use async_nats::jetstream;
 use chrono::Utc;
 use domain::Shard;
 use domain::event::Stream;
+use persistence::outage_log::RetryLog;
 use persistence::{Reads, StoreError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,34 +45,38 @@ pub async fn run(metrics: Arc<ProcessMetrics>, host: Arc<Host>, reads: Reads, bu
     let mut ticker = interval(INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut certificates = CertificateLog::default();
+    let [counts, ledger, backups, inventory, standbys] = [
+        "read the metrics",
+        "compare balances with the ledger",
+        "read the ages of backups",
+        "read the metrics of the inventory",
+        "read the standbys",
+    ]
+    .map(RetryLog::new);
     for turns in (0..ROUNDS_PER_LEDGER_CHECK).cycle() {
         ticker.tick().await;
         certificates.record(metrics.entity_totals.certificate_ends(), Utc::now());
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
-        match tokio::try_join!(reads.waiting_counts(&shards), reads.outbox_backlog(&shards)) {
-            Ok((standing, pending)) => metrics.set_shard_gauges(&standing, &pending),
-            Err(error) => tracing::warn!(error = %error, "could not read the metrics"),
+        let read = tokio::try_join!(reads.waiting_counts(&shards), reads.outbox_backlog(&shards));
+        if let Some((standing, pending)) = counts.observe(read) {
+            metrics.set_shard_gauges(&standing, &pending);
         }
         // Not in the first round: no shard is open yet.
         if turns == 1 {
-            match reads.ledger_difference(&shards).await {
-                Ok(micro) => metrics.set_ledger_difference(micro),
-                Err(error) => tracing::warn!(error = %error, "could not compare balances with the ledger"),
+            if let Some(micro) = ledger.observe(reads.ledger_difference(&shards).await) {
+                metrics.set_ledger_difference(micro);
             }
-            match reads.backup_times().await {
-                Ok(times) => metrics.backups.set(&times),
-                Err(error) => tracing::warn!(error = %error, "could not read the ages of backups"),
+            if let Some(times) = backups.observe(reads.backup_times().await) {
+                metrics.backups.set(&times);
             }
         }
         if turns % ROUNDS_PER_GPU_COUNT == 1 {
-            match read_totals(&metrics, &reads, &shards, turns == 1).await {
-                Ok(()) => metrics.mark_inventory_read(),
-                Err(error) => tracing::warn!(error = %error, "could not read the metrics of the inventory"),
+            if inventory.observe(read_totals(&metrics, &reads, &shards, turns == 1).await).is_some() {
+                metrics.mark_inventory_read();
             }
         }
-        match reads.replication_status().await {
-            Ok(status) => metrics.replication.set_database(status),
-            Err(error) => tracing::warn!(error = %error, "could not read the standbys"),
+        if let Some(status) = standbys.observe(reads.replication_status().await) {
+            metrics.replication.set_database(status);
         }
         for stream in Stream::ALL {
             // Failures are not logged here, since they would repeat every few seconds; the lost connection was logged once.

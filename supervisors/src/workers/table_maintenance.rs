@@ -2,6 +2,7 @@
 
 use super::WorkerDependencies;
 use crate::supervisor::{WorkerTask, task};
+use persistence::outage_log::RetryLog;
 use persistence::{Cluster, table_maintenance};
 use sqlx::PgPool;
 use std::time::Duration;
@@ -27,6 +28,8 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
     let cluster = Cluster::new(pool.clone());
     // A process of the previous release that this one replaces appended no counts.
     let mut are_counted = false;
+    let [counts, partitions, commands, members] =
+        ["count the entities", "make partitions", "forget old command ids", "forget silent members"].map(RetryLog::new);
     loop {
         ticker.tick().await;
         let counted = if are_counted {
@@ -34,26 +37,16 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
         } else {
             table_maintenance::recount_entities(&pool).await
         };
-        match counted {
-            Ok(()) => are_counted = true,
-            Err(error) => tracing::warn!(error = %error, "could not count the entities"),
-        }
-        if let Err(error) = table_maintenance::make_partitions(&pool, 2).await {
-            tracing::warn!(error = %error, "could not make partitions");
-        }
+        are_counted |= counts.observe(counted).is_some();
+        let _ = partitions.observe(table_maintenance::make_partitions(&pool, 2).await);
         loop {
-            match table_maintenance::delete_commands(&pool, table_maintenance::COMMAND_RETENTION, BATCH_SIZE).await {
+            let retention = table_maintenance::COMMAND_RETENTION;
+            match commands.observe(table_maintenance::delete_commands(&pool, retention, BATCH_SIZE).await) {
                 // A full batch: there may be more.
-                Ok(forgotten) if forgotten >= u64::from(BATCH_SIZE) => tokio::task::yield_now().await,
-                Ok(_) => break,
-                Err(error) => {
-                    tracing::warn!(error = %error, "could not forget old command ids");
-                    break;
-                }
+                Some(forgotten) if forgotten >= u64::from(BATCH_SIZE) => tokio::task::yield_now().await,
+                Some(_) | None => break,
             }
         }
-        if let Err(error) = cluster.remove_silent(MEMBER_RETENTION).await {
-            tracing::warn!(error = %error, "could not forget silent members");
-        }
+        let _ = members.observe(cluster.remove_silent(MEMBER_RETENTION).await);
     }
 }
