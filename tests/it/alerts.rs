@@ -167,7 +167,6 @@ const NOT_CAUSED: &[&str] = &[
     "GPUAASActivationBudgetBurnsSlow",
     "GPUAASApiBudgetBurnsSlow",
     "GPUAASAuditSealLag",
-    "GPUAASClientsUnreadable",
     "GPUAASConsumerLag",
     "GPUAASLogStoreLimits",
     "GPUAASLogStoreMisconfigured",

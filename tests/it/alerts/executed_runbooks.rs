@@ -16,6 +16,8 @@ use tests::cluster::{GPUS, TestCluster};
 
 /// More events of the payment processor than its alert allows to fail.
 const FAILING_EVENTS: usize = 7;
+/// More requests than the alert about unreadable clients allows.
+const UNREADABLE_CLIENTS: usize = 15;
 /// More messages than the alert about forged ones allows.
 const FORGED_MESSAGES: usize = 12;
 
@@ -94,6 +96,7 @@ async fn replica_that_was_killed_raises_alerts_of_itself_and_of_its_role_and_is_
     let others: Vec<_> =
         ProcessRole::ALL.iter().filter(|role| **role != ProcessRole::Billing).map(|role| role.name()).collect();
     let builder = TestCluster::builder().replicas(2).clock_of(1).variable(REFRESH.0, REFRESH.1);
+    let builder = builder.variable("SVC_TRUSTED_PROXIES", "127.0.0.1/32");
     let mut cluster = builder.variable_of(0, "SVC_ROLES", &others.join(",")).start().await;
     // Shards on their way have no owner for a moment.
     cluster.wait_for_balanced_shards().await;
@@ -111,6 +114,15 @@ async fn replica_that_was_killed_raises_alerts_of_itself_and_of_its_role_and_is_
     let folder = followed(&cluster);
     let seen = follow(folder.path(), &forged, PAGE, &["Look here"], "").await;
     assert!(seen.contains("replica-1") && seen.contains("replica-2"), "nothing has happened to the members: {seen}");
+
+    // A proxy in front of a replica hides its clients' addresses.
+    let client = cluster.at_replica(0, "user");
+    for _ in 0..UNREADABLE_CLIENTS {
+        let request = client.request(Method::GET, "/api/v1/me").header("x-forwarded-for", "unknown");
+        client.send(request).await.ok();
+    }
+    let unreadable = alerts.expect("tickets", "GPUAASClientsUnreadable", true).await;
+    assert_eq!(unreadable.runbook, forged.runbook);
 
     // A member's clock is ahead.
     let clock = cluster.service_clock.as_ref().unwrap();
