@@ -3,6 +3,7 @@
 use super::console_login::{Browser, ORIGIN, provider};
 use super::harness::ApiHarness;
 use axum::http::Method;
+use domain::browser_session::REFRESH_LEASE;
 use domain::policy::PolicyKey;
 use futures::future::join_all;
 use local_servers::identity::browser_login::LoginFaults;
@@ -119,6 +120,43 @@ async fn login_outlives_an_outage_of_the_provider_and_says_why_it_waits() {
         assert!(Instant::now() < end, "the login is lost");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+}
+
+#[tokio::test]
+async fn login_outlives_a_database_that_is_down_for_longer_than_the_lease_of_a_refresh() {
+    let provider = provider().await;
+    let api = ApiHarness::with_console_and_own_postgres(&provider).await;
+    let browser = with_ended_token(&api, &provider).await;
+    let revoking = LoginFaults { reuse_ends_login: true, ..LoginFaults::default() };
+    provider.set_login_faults(LoginFaults { refreshes_hang: true, ..revoking.clone() });
+    let before = provider.refresh_calls();
+    let outage = async {
+        while provider.refresh_calls() == before {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        // The provider issues tokens that replace the spent ones, and they cannot be stored.
+        api.kill_postgres().await;
+        provider.set_login_faults(revoking.clone());
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        api.advance_clock(REFRESH_LEASE * 2);
+        api.start_postgres_again().await;
+    };
+    let (first, ()) = tokio::join!(browser.get("/api/v1/me").send(), outage);
+    assert!(matches!(first.status, 200 | 503), "{}", first.body);
+    // The tabs of the browser come before the replica that has the tokens sends them again.
+    let end = Instant::now() + LIMIT;
+    loop {
+        let answers = join_all((0..4).map(|_| browser.get("/api/v1/me").send())).await;
+        for answer in &answers {
+            assert!(matches!(answer.status, 200 | 503), "the login is lost: {}", answer.body);
+        }
+        if answers.iter().all(|answer| answer.status == 200) {
+            break;
+        }
+        assert!(Instant::now() < end, "{}", answers[0].body);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(provider.refresh_calls() - before, 1, "the spent refresh token was sent");
 }
 
 #[tokio::test]

@@ -117,6 +117,12 @@ impl ApiHarness {
             .await
     }
 
+    /// The same, with a Postgres of its own, which the test may stop.
+    pub(super) async fn with_console_and_own_postgres(provider: &ConsoleProvider) -> Self {
+        let console = Some(provider);
+        Self::with(TestDatabase::alone().await, HarnessOptions { console, ..HarnessOptions::default() }).await
+    }
+
     /// The same, with a provider whose tokens are read by these rules.
     pub(super) async fn with_console_by(provider: &ConsoleProvider, rules: TokenRules) -> Self {
         let (console, rules) = (Some(provider), Some(rules));
@@ -251,9 +257,19 @@ impl ApiHarness {
         self.postgres.execute("UPDATE entity SET owner = 'bob' WHERE kind = 'allocation'").await;
     }
 
-    /// Kills Postgres: nothing can be read or written from here on.
+    /// Kills Postgres: nothing can be read or written until it is started again.
     pub(super) async fn kill_postgres(&self) {
         self.postgres.kill9().await;
+    }
+
+    /// Starts the Postgres that was killed.
+    pub(super) async fn start_postgres_again(&self) {
+        self.postgres.start_again().await;
+    }
+
+    /// Sets the service's clock forward.
+    pub(super) fn advance_clock(&self, by: chrono::TimeDelta) {
+        self.environment.advance(by);
     }
 
     /// A dump of the database, as text.
