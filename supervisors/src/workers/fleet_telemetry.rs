@@ -40,12 +40,8 @@ pub async fn run(services: AppState, metrics: Arc<FleetMetrics>) -> anyhow::Resu
             services.fleet_directory.refresh(now).await?;
             services.fleet_report().await
         };
-        match report.await {
-            Ok(report) => {
-                metrics.set(&report);
-                retries.succeeded();
-            }
-            Err(error) => retries.failed(&error.cause().unwrap_or_else(|| error.to_string())),
+        if let Some(report) = retries.observe(report.await) {
+            metrics.set(&report);
         }
     }
 }
