@@ -70,10 +70,10 @@ pub async fn run(metrics: Arc<ProcessMetrics>, host: Arc<Host>, reads: Reads, bu
                 metrics.backups.set(&times);
             }
         }
-        if turns % ROUNDS_PER_GPU_COUNT == 1 {
-            if inventory.observe(read_totals(&metrics, &reads, &shards, turns == 1).await).is_some() {
-                metrics.mark_inventory_read();
-            }
+        if turns % ROUNDS_PER_GPU_COUNT == 1
+            && inventory.observe(read_totals(&metrics, &reads, &shards, turns == 1).await).is_some()
+        {
+            metrics.mark_inventory_read();
         }
         if let Some(status) = standbys.observe(reads.replication_status().await) {
             metrics.replication.set_database(status);
