@@ -3,6 +3,7 @@
 
 use super::inventory::truncated;
 use domain::node::{Hold, HoldPhase, Node, ProofGap, TaskOutcome};
+use domain::reason_code;
 use domain::{AllocationId, NodeId, TaskId};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -169,9 +170,7 @@ fn hold_of(node: &Node, task_id: TaskId) -> Option<(AllocationId, &Hold)> {
 
 /// A code in the form that events and metrics accept.
 fn code_of(given: &str) -> String {
-    let acceptable = !given.is_empty()
-        && given.len() <= MAX_CODE
-        && given.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.'));
+    let acceptable = given.len() <= MAX_CODE && reason_code::is_snake_case(given);
     if acceptable { given.to_owned() } else { "failed".to_owned() }
 }
 

@@ -75,7 +75,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("count(*) FROM ledger WHERE account = $1", "the auditor adds up one account"),
     (
         "SELECT DISTINCT ON (shard) shard, epoch, seq, at FROM history",
-        "`gpuaas recover report` reads the transitions since a time",
+        "`gpuaas recover-report` reads the transitions since a time",
     ),
     ("SELECT key_id, count(*) AS count FROM (", "sealed values by key, before a key leaves the ring"),
     ("SELECT kind, state, count(*) FROM entity GROUP BY kind, state", "a member counts once as it starts"),

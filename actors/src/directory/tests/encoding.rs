@@ -95,6 +95,10 @@ fn text() -> String {
     "ünïcode \"quoted\" \\ and a line\n".to_owned()
 }
 
+fn code() -> String {
+    "xid/NVRM.79-a".to_owned()
+}
+
 #[test]
 fn of_an_allocation() {
     use allocation::{Command, Fact, Rejection, Request};

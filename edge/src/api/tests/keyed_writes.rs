@@ -20,7 +20,9 @@ async fn commands_and_writes(request: TestRequest<'_>) -> (TestResponse, Vec<Str
         "no commit was captured: {statements:?}"
     );
     let concerns = |statement: &&String| {
-        let is_read = statement.starts_with("SELECT") && !statement.contains("FOR UPDATE");
+        // A connection that was idle is asked whether its session takes writes.
+        let is_read =
+            statement.starts_with("SHOW") || statement.starts_with("SELECT") && !statement.contains("FOR UPDATE");
         !is_read || statement.contains("FROM command")
     };
     let named = |statement: &String| match statement.split_whitespace().take(3).collect::<Vec<_>>().join(" ") {

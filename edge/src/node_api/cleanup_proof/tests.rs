@@ -190,6 +190,11 @@ fn setup_needs_no_proof_and_a_failure_stays_one_with_any_proof() {
     let failed = result(TaskStatus::Failed, Some(report().seal(&key()).unwrap()), Some(error));
     let expected = TaskOutcome::Failed { code: "user_busy".into(), message: "a b".into() };
     assert_eq!(verdict(&failed, NODE, TASK, Some(&node())).0, expected);
+    for other in ["", "Busy", "user-busy", "a b", "ü", "a/b", &"a".repeat(65)] {
+        let error = TaskError { code: other.into(), message: "m".into() };
+        let failed = result(TaskStatus::Failed, None, Some(error));
+        assert_eq!(failure(verdict(&failed, NODE, TASK, None).0).0, "failed", "{other}");
+    }
     let silent = result(TaskStatus::Failed, None, None);
     assert_eq!(failure(verdict(&silent, NODE, TASK, None).0).0, "failed");
 }

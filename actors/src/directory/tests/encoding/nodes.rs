@@ -427,11 +427,11 @@ fn of_a_rollout() {
     ];
     let page = |after, next| Fact::NodesFound { page: Box::new(NodesPage { after, nodes: nodes.clone(), next }) };
     let (running, _) = decided(Some(&created), page(None, Some(position)), &crate::testing::worker(), ROLLOUT.0);
-    let stop = Fact::NodeEnded { node_id: NODE, outcome: RolloutOutcome::Failed { reason: text() } };
+    let stop = Fact::NodeEnded { node_id: NODE, outcome: RolloutOutcome::Failed { reason: code() } };
     let (stopped, _) = decided(Some(&running), stop.clone(), &crate::testing::worker(), ROLLOUT.0);
     let skips = SkipReason::ALL.iter().map(|reason| RolloutOutcome::Skipped { reason: *reason });
     let ended = skips.chain([RolloutOutcome::Updated]).map(|outcome| Fact::NodeEnded { node_id: NODE, outcome });
-    let soaked = [None, Some(text())].map(|fault| Fact::NodeSoaked { node_id: NODE, fault });
+    let soaked = [None, Some(code())].map(|fault| Fact::NodeSoaked { node_id: NODE, fault });
     let updated = Fact::NodeEnded { node_id: NODE, outcome: RolloutOutcome::Updated };
     let (soaking, _) = decided(Some(&running), updated, &crate::testing::worker(), ROLLOUT.0);
     let others = [
