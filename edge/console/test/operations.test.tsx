@@ -97,7 +97,7 @@ describe("stuck entities", () => {
     expect(await offered("allocation: allocation release_failed")).toEqual(["Retry the release…", "Force the release…", "Restart…", "Its page"]);
     expect(await offered("allocation: allocation provisioning")).toEqual(["Restart…", "Its page"]);
     expect(await offered("processor event: processor_event dead")).toEqual(["Retry…", "Dismiss…", "Restart…", "Payment events"]);
-    expect(await offered("processor event: processor_event received")).toEqual(["Restart…", "Payment events"]);
+    expect(await offered("processor event: processor_event received")).toEqual(["Retry…", "Dismiss…", "Restart…", "Payment events"]);
     expect(await offered("rollout: rollout stopped")).toEqual(["Resume…", "Abort…", "Restart…", "Its page"]);
     expect(await offered("rollout: rollout running")).toEqual(["Restart…", "Its page"]);
     expect(await offered("terminal session: terminal_session attached")).toEqual(["End…", "Restart…", "Terminals"]);

@@ -123,6 +123,7 @@ struct FakeApi {
 async fn answer(State(api): State<FakeApi>, request: Request) -> Response {
     let (head, body) = request.into_parts();
     let body = axum::body::to_bytes(body, 1024 * 1024).await.unwrap();
+    let is_next_page = head.uri.query().is_some_and(|query| query.contains("page_token="));
     let request = RecordedRequest { method: head.method, uri: head.uri, headers: head.headers, body };
     let operation = api.operation(&request);
     api.requests.lock().unwrap().push(request);
@@ -134,10 +135,12 @@ async fn answer(State(api): State<FakeApi>, request: Request) -> Response {
     let Some((media_type, content)) = answer["content"].as_object().and_then(|content| content.iter().next()) else {
         return status.into_response();
     };
-    let body = match &content["example"] {
-        Value::Null => String::new(),
-        example => example.to_string(),
-    };
+    let mut example = content["example"].clone();
+    // A list has two pages: its example has a next one.
+    if let Some(next) = example.get_mut("next_page").filter(|_| is_next_page) {
+        *next = Value::Null;
+    }
+    let body = if example.is_null() { String::new() } else { example.to_string() };
     (status, [("content-type", media_type.clone())], body).into_response()
 }
 
