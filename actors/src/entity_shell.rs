@@ -378,14 +378,14 @@ impl<M: Machine> Shell<M> {
         step: &Transition<M>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Commit, CommitBlocked> {
-        // A reply that is kept is found by the id of its command, so that the command needs one.
-        let unnamed = || step.keeps_reply.then(|| CommandKey::internal(ctx.seed));
+        // A stored reply is found by the id of its command, so the command needs an id.
+        let unnamed = || step.stores_reply.then(|| CommandKey::internal(ctx.seed));
         let command = match ask.context.command.clone().or_else(unnamed) {
             None => None,
             Some(key) => Some(CommandRecord {
                 id: key.id,
                 digest: key.digest,
-                reply: if key.keep_reply || step.keeps_reply { Some(redacted_reply(&step.reply)?) } else { None },
+                reply: if key.keep_reply || step.stores_reply { Some(redacted_reply(&step.reply)?) } else { None },
                 resolved: key.resolved,
                 consumes: key.consumes,
             }),

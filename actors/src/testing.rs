@@ -109,7 +109,7 @@ impl Machine for Counter {
                     Event::SkuStateChanged { sku_id: SkuId(ctx.id), from: None, to: format!("counted {ticket}") };
                 let effect = Effect::WakeNode(NodeId(Uuid::from_u128(ticket.into())));
                 let step = Transition::to(next, count, "counted").event(event).effect(effect);
-                return Ok(Transition { keeps_reply: matches!(command, Count::AddAndStore(_)), ..step });
+                return Ok(Transition { stores_reply: matches!(command, Count::AddAndStore(_)), ..step });
             }
             Count::Read | Count::Tick => return Ok(Transition::stay(next.tickets.len())),
             Count::Wait(until) => next.waits_until = Some(until),

@@ -301,7 +301,7 @@ fn duplicate_command_without_a_stored_reply_is_already_done() {
 }
 
 #[test]
-fn reply_that_the_machine_keeps_is_stored_under_the_id_of_its_command_or_a_new_one() {
+fn reply_that_the_machine_stores_is_found_under_the_id_of_its_command_or_a_new_one() {
     let mut bench = Bench::ready();
     let mut stored = |token, context| {
         let ask = CommandRequest { token, command: Count::AddAndStore(token), context };

@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn agent_that_does_not_give_up_the_accounts_is_waited_for_and_not_for_ever() {
+    fn accounts_that_another_agent_keeps_locked_are_refused_after_a_bounded_wait() {
         let folder = tempfile::tempdir().unwrap();
         let machine = SharedState { tool_limit: Duration::from_millis(100), ..shared_state(folder.path()) };
         let held = machine.lock().unwrap();

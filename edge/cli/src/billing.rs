@@ -61,7 +61,7 @@ pub(crate) enum Command {
         #[arg(add = completion::of(&PAYMENT))]
         payment: Ref,
     },
-    /// Billing operators: ends the review of a payment whose worth you have credited.
+    /// Billing operators: ends the review of a payment whose worth you have credited or paid back.
     SettleReview(payments::ReviewDecision),
     /// Billing operators: ends the review of a payment of which nothing is credited.
     DismissReview(payments::ReviewDecision),

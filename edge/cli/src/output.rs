@@ -168,7 +168,7 @@ mod tests {
 
     /// A notice that bypasses [`Output::notice`] is printed with `--quiet`, too.
     #[test]
-    fn nothing_but_failures_and_raw_terminals_is_printed_past_quiet() {
+    fn quiet_is_bypassed_by_failures_and_raw_terminals_alone() {
         let sources = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
         let mut left = vec![sources.clone()];
         let mut callers = Vec::new();

@@ -134,7 +134,7 @@ export class MockApi {
     }),
     "/api/v1/admin/billing/accounts/{id}/ledger": () => list(...[1, 2, 3].map(fixtures.posting)),
     "/api/v1/admin/billing/accounts/{id}/payments": () =>
-      list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(402), state: "under_review", left_minor: 0, reason: "42.00 GBP was paid at the payment processor, and 50.00 EUR was to be paid; an operator settles it" }),
+      list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(402), state: "under_review", left_minor: 0, reason: "42.00 GBP was paid at the payment processor, and 50.00 EUR was to be paid; an operator decides about it" }),
     "/api/v1/admin/billing/accounts/{id}/statements": () => list(fixtures.statement),
     "/api/v1/admin/billing/processor-events": () =>
       list(fixtures.processorEvent, { ...fixtures.processorEvent, id: fixtures.uuid(1201), state: "processed", outcome: "told", last_error: null, event_type: "checkout.session.completed" }),

@@ -1,8 +1,8 @@
 //! `Idempotency-Key` (IETF draft-ietf-httpapi-idempotency-key-header-07): what identifies a repeated request.
 //!
 //! The command id is a hash of principal, method, route and key; with it goes a digest of method, path and body. Both are stored with the
-//! command's commit, for a day, and the response beside them before it is sent ([`request_layer`]). A repetition gets that response on any
-//! replica, before anything of the request is resolved; a different request under the same key is refused.
+//! command's commit, for a day. The response follows from that commit, or is stored beside it before it is sent ([`request_layer`]). A
+//! repetition gets the same response on any replica; a different request under the same key is refused.
 
 use actors::sharding::{command_id, digest_of};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};

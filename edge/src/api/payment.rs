@@ -91,7 +91,7 @@ pub(super) async fn list_of(
 reason_commands! {
     Authorized<SettleProcessorEvents>, decide_review => 200 "The payment." PaymentView;
 
-    /// Settles a payment that waits for an operator: you have credited its worth, or paid it back.
+    /// Settles a payment that waits for an operator: you have credited its worth, or paid it back outside of the processor.
     ///
     /// It is `under_review`, or `refused` and its refund failed. Credit or pay it first. The money itself is never credited, and what goes back of
     /// it at the payment processor later waits for an operator. It cannot be undone; repeated it changes nothing.

@@ -69,8 +69,8 @@ pub struct PlacementRequest<'a> {
 }
 
 impl PlacementRequest<'_> {
-    /// Whether the node is one of those that the request names.
-    fn names(&self, node: &NodeCapacity) -> bool {
+    /// Whether the request admits the node: by its SKU, and the node and the region that it names.
+    fn admits(&self, node: &NodeCapacity) -> bool {
         self.sku_id == node.sku_id
             && self.node_id.is_none_or(|node_id| node_id == node.node_id)
             && self.region_code.is_none_or(|region| region == node.region_code)
@@ -104,18 +104,20 @@ fn suggestion(regions: &[RegionCapacity<'_>], named: Option<&NodeCapacity>, want
         return suggestion_of_whole_nodes(regions);
     }
     let withheld: u64 = match wanted.node_id {
-        Some(_) => named.filter(|node| wanted.names(node)).map_or(0, |node| u64::from(node.gpus_withheld)),
+        Some(_) => named.filter(|node| wanted.admits(node)).map_or(0, |node| u64::from(node.gpus_withheld)),
         None => {
             let meant = |it: &&RegionCapacity<'_>| wanted.region_code.is_none_or(|region| region == it.region_code);
             regions.iter().filter(meant).map(|it| it.gpus_withheld).sum()
         }
     };
-    let instead = instead(regions, named, wanted);
+    let alternative = alternative(regions, named, wanted);
     match withheld {
-        0 => instead,
-        1 => format!("{instead} 1 GPU would be free, but a health alert of its node prevents new allocations."),
+        0 => alternative,
+        1 => format!("{alternative} 1 GPU would be free, but a health alert of its node prevents new allocations."),
         more => {
-            format!("{instead} {more} GPUs would be free, but health alerts of their nodes prevent new allocations.")
+            format!(
+                "{alternative} {more} GPUs would be free, but health alerts of their nodes prevent new allocations."
+            )
         }
     }
 }
@@ -134,7 +136,7 @@ fn suggestion_of_whole_nodes(regions: &[RegionCapacity<'_>]) -> String {
     }
 }
 
-fn instead(regions: &[RegionCapacity<'_>], named: Option<&NodeCapacity>, wanted: &PlacementRequest<'_>) -> String {
+fn alternative(regions: &[RegionCapacity<'_>], named: Option<&NodeCapacity>, wanted: &PlacementRequest<'_>) -> String {
     let most = |here: &dyn Fn(&&RegionCapacity<'_>) -> bool| {
         regions.iter().filter(here).max_by_key(|it| it.largest_free).filter(|best| best.largest_free > 0)
     };
@@ -145,7 +147,7 @@ fn instead(regions: &[RegionCapacity<'_>], named: Option<&NodeCapacity>, wanted:
     }
     // A node has room that refused: it has taken another tenant since, or is out of service.
     let refused = match wanted.node_id {
-        Some(_) => named.filter(|node| wanted.names(node)).map(|node| (&*node.region_code, node.gpus_free)),
+        Some(_) => named.filter(|node| wanted.admits(node)).map(|node| (&*node.region_code, node.gpus_free)),
         None => {
             let here = |it: &&RegionCapacity<'_>| wanted.region_code.is_none_or(|region| region == it.region_code);
             most(&here).map(|best| (best.region_code, best.largest_free))

@@ -427,7 +427,7 @@ impl Allocation {
         {
             next.answered_in = Some(ctx.version + 1);
             *step.reply = next.clone();
-            step.keeps_reply = true;
+            step.stores_reply = true;
         }
         step
     }

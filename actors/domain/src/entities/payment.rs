@@ -124,7 +124,7 @@ pub enum Phase {
         at: Timestamp,
         why: String,
     },
-    /// The processor was paid in another amount or currency than was ordered: an operator settles it.
+    /// The processor was paid in another amount or currency than was ordered: an operator decides about it.
     UnderReview {
         at: Timestamp,
         /// The processor's id of what was paid.
@@ -236,12 +236,12 @@ impl state_machine::Rejection for Rejection {
             .limited_by(PolicyKey::BillingMaximumDeposit, max)
             .detail("minimum", min),
             Self::Over { state: state @ PhaseName::UnderReview } => Explanation::conflict(
-                "The payment processor was paid in another amount or currency than was ordered, and an operator settles it. Do not pay \
+                "The payment processor was paid in another amount or currency than was ordered, and an operator decides about it. Do not pay \
                  again; GET /api/v1/billing/payments/{id} shows what becomes of it.",
             )
             .detail("state", state.into_str()),
             Self::AlreadyPaid { state: state @ PhaseName::UnderReview } => Explanation::conflict(
-                "The payment was paid in another amount or currency than was ordered: an operator settles it, and it cannot be canceled.",
+                "The payment was paid in another amount or currency than was ordered: an operator decides about it, and it cannot be canceled.",
             )
             .detail("state", state.into_str()),
             Self::Over { state } => {

@@ -259,7 +259,7 @@ pub struct Transition<M: Machine> {
     pub reply: M::Reply,
     /// The reply is stored with the commit whoever sent the command, for a day: a request that waits for this transition is answered from it,
     /// and so is each repetition of the request.
-    pub keeps_reply: bool,
+    pub stores_reply: bool,
     /// Stored in the history: why the entity is in its state.
     pub why: String,
 }
@@ -287,7 +287,7 @@ impl<M: Machine> Transition<M> {
             effects: Vec::new(),
             requires: Vec::new(),
             reply,
-            keeps_reply: false,
+            stores_reply: false,
             why: String::new(),
         }
     }

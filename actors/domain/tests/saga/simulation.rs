@@ -170,7 +170,7 @@ impl Simulation {
         let command = command.into();
         let name = command.name();
         let step = M::decide(state, command, &ctx)?;
-        let Transition { next, events, audit, postings, effects: _, requires: _, reply, why, keeps_reply: _ } = step;
+        let Transition { next, events, audit, postings, effects: _, requires: _, reply, why, stores_reply: _ } = step;
         let Some(next) = next else {
             let nothing = events.is_empty() && audit.is_empty() && postings.is_empty();
             assert!(nothing, "what is not written is lost");

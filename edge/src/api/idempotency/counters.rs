@@ -27,7 +27,7 @@ impl IdempotencyCounters {
         Self {
             persisted_json: counter(
                 "persisted_body_json",
-                "Responses with a JSON body, errors included, that were stored for repeated requests, sanitized.",
+                "Responses with a JSON body, errors included, that repeated requests get: stored, sanitized, or computed from the commit.",
             ),
             skipped_empty: counter(
                 "skipped_body_empty",
@@ -37,7 +37,7 @@ impl IdempotencyCounters {
                 "skipped_body_non_json",
                 "Responses to requests with a key whose body is not JSON and is not stored.",
             ),
-            replays_served: counter("replays_served", "Repeated requests that got the stored response."),
+            replays_served: counter("replays_served", "Repeated requests that got the first response."),
         }
     }
 

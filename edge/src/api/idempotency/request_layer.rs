@@ -136,9 +136,9 @@ impl IdempotencyContext {
         match (self.0.caller.get(), self.0.started.get()) {
             (None, _) => Ok(None),
             (Some(_), Some(started)) => Ok(Some(started.command.clone())),
-            (Some(_), None) => {
-                Err(ApiError::internal("the handler of a keyed route does not read its body through Idempotent"))
-            }
+            (Some(_), None) => Err(ApiError::internal(
+                "the handler of a keyed route does not read its body through Idempotent or IdempotentCommand",
+            )),
         }
     }
 

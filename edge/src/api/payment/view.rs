@@ -22,7 +22,7 @@ pub(in crate::api) struct PaymentView {
     currency: String,
     /// `created`: not known to the processor; `open`: it can be paid; `paid`: the processor has it; `deposited`: it is in the account;
     /// `refused`: the account cannot have it, being in another currency, and it goes back to its payer; `under_review`: the processor was paid
-    /// in another amount or currency than was ordered, and an operator settles it; `canceled`, `expired`.
+    /// in another amount or currency than was ordered, and an operator decides about it; `canceled`, `expired`.
     state: StateName,
     /// Until when it can be paid; null once it is closed.
     pay_until: Option<DateTime<Utc>>,

@@ -1,4 +1,4 @@
-//! Replays are answered from the stored response before references are resolved: what existed at the first time may be gone.
+//! A replay equals the first response, although what the request refers to may be gone.
 
 use super::contract::{document, operations};
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome, TestResponse, node_body, sku_body};

@@ -161,7 +161,7 @@ impl PlacementIndex {
     #[must_use]
     pub fn next(&self, wanted: &PlacementRequest<'_>, asked: &BTreeSet<NodeId>) -> Option<NodeId> {
         let named = |node_id| {
-            let fits = |node: &&NodeCapacity| wanted.names(node) && wanted.has_room(node) && !asked.contains(&node_id);
+            let fits = |node: &&NodeCapacity| wanted.admits(node) && wanted.has_room(node) && !asked.contains(&node_id);
             self.named(node_id).filter(fits).map(|node| node.node_id)
         };
         self.next_holder(wanted, asked).or_else(|| match wanted.node_id {
@@ -174,7 +174,7 @@ impl PlacementIndex {
         let allocation_id = wanted.allocation_id;
         let first = (allocation_id, NodeId(uuid::Uuid::nil()));
         let holders = self.holders.range(first..).take_while(|(holder, _)| *holder == allocation_id);
-        let meant = |node_id: &NodeId| self.nodes.get(node_id).is_some_and(|node| wanted.names(&node.capacity));
+        let meant = |node_id: &NodeId| self.nodes.get(node_id).is_some_and(|node| wanted.admits(&node.capacity));
         holders.map(|(_, node_id)| *node_id).find(|node_id| !asked.contains(node_id) && meant(node_id))
     }
 

@@ -519,14 +519,14 @@ fn first_answer_to_the_user_is_stored_with_its_version_and_no_later_reply() {
         let story = asked_for(asked);
         assert!(story.allocation.is_unanswered() && story.allocation.answered_in.is_none());
         let resent = story.clone().at_its_timer().ask(&worker(), Maintenance::Tick).unwrap();
-        assert!(!resent.keeps_reply && resent.next.unwrap().answered_in.is_none());
+        assert!(!resent.stores_reply && resent.next.unwrap().answered_in.is_none());
         let step = story.ask(&worker(), fact).unwrap();
         let next = step.next.unwrap();
-        assert_eq!((step.keeps_reply, next.answered_in), (true, Some(2)), "decided from version 1");
+        assert_eq!((step.stores_reply, next.answered_in), (true, Some(2)), "decided from version 1");
         assert_eq!(*step.reply, next);
     }
     let later = allocation().reserved().ask(&worker(), Fact::Provisioned { node_id: NODE }).unwrap();
-    assert_eq!((later.keeps_reply, later.next.unwrap().answered_in), (false, Some(2)));
+    assert_eq!((later.stores_reply, later.next.unwrap().answered_in), (false, Some(2)));
 }
 
 #[test]

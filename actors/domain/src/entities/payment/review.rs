@@ -44,9 +44,9 @@ pub struct WaitingMoney {
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum ReviewDecision {
-    /// An operator has credited its worth to an account.
+    /// An operator has credited its worth to an account, or paid it back outside of the processor.
     Settled,
-    /// An operator has decided that nothing is credited: the money goes back, or was not paid.
+    /// An operator has decided that nothing is credited: the money goes back at the processor, or was not paid.
     Dismissed,
     /// All of it was refunded at the processor.
     Refunded,
@@ -113,12 +113,14 @@ impl Payment {
         let paid = shown(it.amount_minor, it.currency);
         if let Some(ended) = self.ended_review(it.processor_id) {
             return Some(format!(
-                "{paid} was reported by the payment processor after {}; an operator settles it",
+                "{paid} was reported by the payment processor after {}; an operator decides about it",
                 ended.decision.described()
             ));
         }
         let ordered = shown(self.amount_minor, &self.currency);
-        Some(format!("{paid} was paid at the payment processor, and {ordered} was to be paid; an operator settles it"))
+        Some(format!(
+            "{paid} was paid at the payment processor, and {ordered} was to be paid; an operator decides about it"
+        ))
     }
 
     /// The last review of this money that has ended.

@@ -223,14 +223,14 @@ async fn capacity_whose_message_was_lost_is_found_before_a_request_is_refused() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn index_of_a_paused_replica_costs_refusals_of_nodes_and_none_of_a_request() {
+async fn request_with_an_outdated_index_is_placed_after_a_bounded_number_of_refusals() {
     let nodes = Nodes::with_gpus(&[8; 20]).await;
     let (index, paused) = (nodes.index(), nodes.index());
     paused.check_all().await.unwrap();
     for n in 0..19 {
         assert!(!is_refused(&nodes.place(&index, n, 8).await));
     }
-    // It believes that all of them are free.
+    // Its index has all of them as free.
     let outcome = nodes.place(&paused, 100, 8).await;
     let SearchOutcome::Reserved { asked, .. } = outcome else { panic!("{outcome:?}") };
     assert!(asked <= MAX_ASKED_FROM_MEMORY + 1, "{asked} nodes were asked");
