@@ -153,14 +153,21 @@ pub(super) fn health(
     Ok(NodeHealth { status, alerts: alerts.into_iter().take_while(fits).collect(), report, ..NodeHealth::default() })
 }
 
+/// A name of a finding's probe or code, in the form of a reason code: ASCII letters, digits and these `signs`.
+fn finding_name(sent: &str, signs: &str) -> String {
+    let sign = |c: char| if c.is_ascii_alphanumeric() || signs.contains(c) { c } else { '_' };
+    let name: String = sent.chars().take(MAX_FINDING_NAME).map(sign).collect();
+    if name.is_empty() { "unnamed".to_owned() } else { name }
+}
+
 /// The findings of a heartbeat, if its agent reports any. What is over the bounds is truncated, as with alerts.
 pub(super) fn findings(sent: Option<Vec<Finding>>, sent_at: DateTime<Utc>) -> Option<FindingReport> {
     let sent = sent?;
     let is_truncated = sent.len() >= MAX_FINDINGS;
     let finding = |finding: Finding| ReportedFinding {
-        probe: truncated(&finding.probe, MAX_FINDING_NAME),
+        probe: finding_name(&finding.probe.to_lowercase(), "_"),
         gpu_uuid: finding.gpu_uuid.map(|uuid| truncated(&uuid, MAX_GPU_TEXT)),
-        code: truncated(&finding.code, MAX_FINDING_NAME),
+        code: finding_name(&finding.code, "._-"),
         count: finding.count,
         first_at: finding.first_at,
         last_at: finding.last_at,

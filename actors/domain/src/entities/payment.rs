@@ -43,7 +43,7 @@ pub use processor_calls::ProcessorCall;
 pub use refund::{NEVER_MADE, ProcessorRefund, Refund, RefundDebit, RefundStatus};
 pub use request::Request;
 pub use reversal::{Reversal, ReversalOrigin};
-pub use review::{EndedReview, ReviewDecision, WaitingMoney};
+pub use review::{EndedReview, ReviewDecision};
 
 /// The time to pay. After that the payment is canceled at the processor.
 pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
@@ -82,9 +82,6 @@ pub struct Payment {
     /// Its reviews that have ended, in their order: their money is never credited by itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reviews: Vec<EndedReview>,
-    /// Other money that was reported during a review: it is looked at when the review has ended.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub waiting: Vec<WaitingMoney>,
     /// When outstanding requests are resent.
     pub again: Option<ResendTimer>,
     pub created_at: Timestamp,
@@ -400,7 +397,6 @@ impl Payment {
                     reversals: BTreeMap::new(),
                     presented: None,
                     reviews: Vec::new(),
-                    waiting: Vec::new(),
                     again: Some(ResendTimer::first(ctx.now)),
                     created_at: ctx.now,
                 };
@@ -527,11 +523,7 @@ impl Payment {
         if self.paid_at().is_some() {
             return self.paid_again(processor_id, charge_id, ctx);
         }
-        if self.is_under_review_of_other_than(&processor_id) {
-            let currency = currency.clone();
-            return self
-                .wait_for_review(WaitingMoney { processor_id, amount_minor, currency, charge_id, presented }, ctx);
-        }
+        self.check_no_other_review(&processor_id)?;
         let next = Self {
             phase: Phase::Paid { at: ctx.now },
             processor_id: Some(processor_id),

@@ -18,6 +18,8 @@ const SCHEDULABLE: &str = "active";
 
 /// Nodes that a search asks from memory alone. Where so many refuse, the index is compared with Postgres first.
 const MAX_ASKED_FROM_MEMORY: usize = 8;
+/// Comparisons with the database before a request is refused: more than one where other searches put nodes in doubt meanwhile.
+const MAX_CHECKS: usize = 4;
 
 /// Nodes that are read and parsed at once.
 const PAGE: usize = 256;
@@ -106,7 +108,7 @@ impl FreeGpuIndex {
         wanted: &PlacementRequest<'_>,
         reserve: impl Fn(NodeId) -> R,
     ) -> Result<SearchOutcome<T>, E> {
-        let began = Instant::now();
+        let mut began = Instant::now();
         let mut asked = BTreeSet::new();
         while asked.len() < MAX_ASKED_FROM_MEMORY
             && let Some(node_id) = self.next(wanted, &asked)
@@ -117,17 +119,25 @@ impl FreeGpuIndex {
                 None => self.doubt(node_id),
             }
         }
-        self.check(wanted.sku_id, began).await?;
-        let from_memory = asked.len();
-        asked.clear();
-        while let Some(node_id) = self.next(wanted, &asked) {
-            asked.insert(node_id);
-            if let Some(reservation) = self.ask(wanted, node_id, &reserve).await? {
-                return Ok(SearchOutcome::Reserved { reservation, asked: from_memory + asked.len() });
+        let mut before = 0;
+        for _ in 0..MAX_CHECKS {
+            self.check(wanted.sku_id, began).await?;
+            before += asked.len();
+            asked.clear();
+            while let Some(node_id) = self.next(wanted, &asked) {
+                asked.insert(node_id);
+                if let Some(reservation) = self.ask(wanted, node_id, &reserve).await? {
+                    return Ok(SearchOutcome::Reserved { reservation, asked: before + asked.len() });
+                }
             }
+            // Another request's search may have put a node in doubt that has room for this one.
+            if !self.lock().is_room_doubted(wanted, &asked) {
+                break;
+            }
+            began = Instant::now();
         }
         let suggestion = self.lock().suggestion(wanted);
-        Ok(SearchOutcome::NoRoom { suggestion, asked: from_memory + asked.len() })
+        Ok(SearchOutcome::NoRoom { suggestion, asked: before + asked.len() })
     }
 
     fn next(&self, wanted: &PlacementRequest<'_>, asked: &BTreeSet<NodeId>) -> Option<NodeId> {
@@ -242,10 +252,13 @@ impl FreeGpuIndex {
         };
         let mut to_read: Vec<_> =
             rows.iter().filter(|row| !is_same(&row.node, row.version)).map(|row| row.node).collect();
-        // Those that the index shows, and that have left service or are removed.
+        // Those that have left service, or are removed. Where nothing is left to show of one, it is forgotten until it is active again.
         let active: BTreeSet<_> = rows.iter().map(|row| row.node).collect();
-        let shown = known.values().filter(|known| known.has_gpus || !known.is_certain);
-        to_read.extend(shown.map(|known| known.node_id).filter(|node_id| !active.contains(node_id)));
+        let is_empty = |known: &&IndexedVersion| known.is_certain && !known.has_gpus && !known.is_held;
+        let gone = known.values().filter(|known| !active.contains(&known.node_id));
+        let (forgotten, left): (Vec<&IndexedVersion>, Vec<_>) = gone.partition(is_empty);
+        forgotten.iter().for_each(|known| self.lock().remove(known.node_id, known.version));
+        to_read.extend(left.iter().map(|known| known.node_id));
         self.read(&to_read, &known, is_loaded).await
     }
 

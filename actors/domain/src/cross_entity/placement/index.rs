@@ -73,6 +73,8 @@ pub struct IndexedVersion {
     pub is_certain: bool,
     /// The index would propose the node, or shows GPUs of it.
     pub has_gpus: bool,
+    /// It holds devices for an allocation.
+    pub is_held: bool,
 }
 
 impl PlacementIndex {
@@ -141,6 +143,7 @@ impl PlacementIndex {
             version: node.version,
             is_certain: node.certainty == Certainty::Committed,
             has_gpus: node.is_shown() && (node.capacity.gpus_free > 0 || node.capacity.gpus_withheld > 0),
+            is_held: !node.capacity.holders.is_empty(),
         })
     }
 
@@ -176,6 +179,17 @@ impl PlacementIndex {
         let holders = self.holders.range(first..).take_while(|(holder, _)| *holder == allocation_id);
         let meant = |node_id: &NodeId| self.nodes.get(node_id).is_some_and(|node| wanted.admits(&node.capacity));
         holders.map(|(_, node_id)| *node_id).find(|node_id| !asked.contains(node_id) && meant(node_id))
+    }
+
+    /// Whether a node may have room that is doubted, since it has refused another request: it has to be read before this one is refused.
+    #[must_use]
+    pub fn is_room_doubted(&self, wanted: &PlacementRequest<'_>, asked: &BTreeSet<NodeId>) -> bool {
+        let nodes = self.skus.get(&wanted.sku_id).into_iter().flat_map(|sku| &sku.nodes);
+        nodes.filter_map(|node_id| self.nodes.get(node_id)).any(|node| {
+            let capacity = &node.capacity;
+            let fits = wanted.admits(capacity) && wanted.has_room(capacity);
+            !node.is_shown() && fits && !asked.contains(&capacity.node_id)
+        })
     }
 
     /// The node, where it is not doubted.

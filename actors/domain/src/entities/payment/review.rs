@@ -4,7 +4,7 @@
 //! account can have, and that cannot be refunded.
 
 use super::reversal::ReportedReversal;
-use super::{Payment, Phase, PhaseName, Presentment, Rejection, Reply, ReversalStep, differs};
+use super::{Payment, Phase, PhaseName, Rejection, Reply, ReversalStep, differs};
 use crate::audit::{AuditAction, AuditRecord};
 use crate::money::{Currency, MicroAmount};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
@@ -23,20 +23,6 @@ pub struct EndedReview {
     pub currency: Currency,
     pub decision: ReviewDecision,
     pub at: Timestamp,
-}
-
-/// The bound of [`Payment::waiting`].
-pub(super) const MAX_WAITING: usize = 16;
-
-/// Money that was reported while other money was under review.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WaitingMoney {
-    pub processor_id: String,
-    pub amount_minor: i64,
-    pub currency: Currency,
-    pub charge_id: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub presented: Option<Presentment>,
 }
 
 /// How a review has ended.
@@ -146,11 +132,7 @@ impl Payment {
         if self.paid_at().is_some() || is_known {
             return Ok(Transition::stay(Reply::Done));
         }
-        if self.is_under_review_of_other_than(&processor_id) {
-            let (charge_id, presented) = (None, None);
-            return self
-                .wait_for_review(WaitingMoney { processor_id, amount_minor, currency, charge_id, presented }, ctx);
-        }
+        self.check_no_other_review(&processor_id)?;
         if self.under_review().is_some() {
             return Ok(Transition::stay(Reply::Done));
         }
@@ -161,25 +143,14 @@ impl Payment {
         Ok(self.transition(Self { phase, declined: None, ..self.clone() }, "paid otherwise than was ordered", ctx))
     }
 
-    pub(super) fn is_under_review_of_other_than(&self, processor_id: &str) -> bool {
-        self.under_review().is_some_and(|it| it.processor_id != processor_id)
-    }
-
-    /// The first report of each money counts.
-    pub(super) fn wait_for_review(
-        &self,
-        money: WaitingMoney,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        if self.waiting.iter().any(|it| it.processor_id == money.processor_id) {
-            return Ok(Transition::stay(Reply::Done));
+    /// Refuses other money than what is under review: its event waits for an operator, who has it processed again when the review has ended.
+    pub(super) fn check_no_other_review(&self, processor_id: &str) -> Result<(), Rejection> {
+        match self.under_review() {
+            Some(it) if it.processor_id != processor_id => {
+                Err(Rejection::PaidTwice { as_of: it.processor_id.to_owned(), again: processor_id.to_owned() })
+            }
+            Some(_) | None => Ok(()),
         }
-        if self.waiting.len() >= MAX_WAITING {
-            return Err(Rejection::TooManyReviews);
-        }
-        let mut next = self.clone();
-        next.waiting.push(money);
-        Ok(self.transition(next, "other money waits for the review", ctx))
     }
 
     /// An operator has dismissed the processor's event about this money.
@@ -269,10 +240,13 @@ impl Payment {
             return Err(differs(it.amount_minor, it.currency, *amount_minor, currency));
         }
         let is_own = |of: &String| self.paid_as().is_some_and(|own| own == of) || self.charge_id.as_ref() == Some(of);
+        // No account has the money of a refused payment: an operator may have decided about it.
+        let has_own = self.paid_at().is_some() && !matches!(self.phase, Phase::Refused { .. });
         let ended = match of {
-            Some(of) if is_own(of) => None,
+            Some(of) if is_own(of) && has_own => None,
+            Some(of) if is_own(of) => self.processor_id.as_deref().and_then(|own| self.ended_review(own)),
             Some(of) => self.ended_review(of),
-            None if self.paid_at().is_none() => self.reviews.last(),
+            None if !has_own => self.reviews.last(),
             None => None,
         };
         match (ended, of, self.paid_as()) {
@@ -303,22 +277,6 @@ impl Payment {
         let (why, at) = (decision.described(), ctx.now);
         let mut next = Self { phase: Phase::Canceled { at, why: why.to_owned() }, ..self.clone() };
         next.reviews.push(it.ended(decision, at));
-        self.transition(next.with_waiting_money(ctx), why, ctx)
-    }
-
-    /// Takes up the money that waited: what is to be reviewed first, so that what was ordered ends the last review.
-    fn with_waiting_money(mut self, ctx: &TransitionContext<'_>) -> Self {
-        let ordered = |it: &WaitingMoney| (it.amount_minor, &it.currency) == (self.amount_minor, &self.currency);
-        let (as_ordered, otherwise): (Vec<_>, Vec<_>) = self.waiting.iter().cloned().partition(ordered);
-        self.waiting.clear();
-        for WaitingMoney { processor_id, amount_minor, currency, .. } in otherwise {
-            let step = self.paid_otherwise(processor_id, amount_minor, currency, ctx);
-            self = step.ok().and_then(|step| step.next).unwrap_or(self);
-        }
-        for WaitingMoney { processor_id, amount_minor, currency, charge_id, presented } in as_ordered {
-            let step = self.paid(processor_id, amount_minor, &currency, charge_id, presented, ctx);
-            self = step.ok().and_then(|step| step.next).unwrap_or(self);
-        }
-        self
+        self.transition(next, why, ctx)
     }
 }

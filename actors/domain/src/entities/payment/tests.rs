@@ -358,12 +358,6 @@ fn payment_with_all_refunds_and_reversals_that_there_may_be_is_within_its_bound(
         let decision = ReviewDecision::Dismissed;
         payment.reviews.push(EndedReview { processor_id, amount_minor, currency, decision, at });
     }
-    for n in 0..review::MAX_WAITING {
-        let (processor_id, amount_minor, currency) = (of_processor(n), i64::MAX, eur());
-        let charge_id = Some(of_processor(n));
-        let presented = Some(Presentment { amount_minor: i64::MAX, currency: eur(), is_charged: true });
-        payment.waiting.push(WaitingMoney { processor_id, amount_minor, currency, charge_id, presented });
-    }
     payment.success_url = "u".repeat(2048);
     payment.cancel_url = "u".repeat(2048);
     let size = serde_json::to_string(&payment).unwrap().len();

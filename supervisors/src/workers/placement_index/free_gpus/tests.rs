@@ -251,7 +251,9 @@ async fn check_corrects_the_index_and_counts_what_it_lacked_for_more_than_a_seco
     nodes.age().await;
     index.check_all().await.unwrap();
     assert_eq!(index.metrics.differences.get(), 1);
-    assert_eq!(index.metrics.nodes.get(), 2, "one does not exist any more");
+    assert_eq!(index.metrics.nodes.get(), 1, "one does not exist any more, and one was known to be out of service");
+    index.check_all().await.unwrap();
+    assert_eq!(index.metrics.nodes.get(), 0, "what is out of service, and holds nothing, is forgotten");
     assert_eq!(index.next(&wanted(AllocationId(Uuid::nil()), 1), &BTreeSet::new()), None);
 }
 

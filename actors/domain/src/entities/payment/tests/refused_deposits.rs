@@ -59,6 +59,26 @@ fn operator_ends_the_wait_of_a_refused_deposit_that_cannot_be_refunded() {
 }
 
 #[test]
+fn settled_refused_deposit_that_goes_back_after_all_waits_for_an_operator() {
+    let gone_back = |decision| {
+        let mut world = refused();
+        world.paid_back(RefundStatus::Failed);
+        world.send(0, decision).unwrap();
+        let reversed = Fact::Reversed {
+            reversal_id: "re_by_hand".into(),
+            what: ReversalStep::Refund,
+            amount_minor: 5_000,
+            currency: eur(),
+            of: world.it().processor_id.clone(),
+        };
+        world.send(0, reversed)
+    };
+    let settled = gone_back(settle());
+    assert!(matches!(settled, Err(Rejection::Reviewed { decision: ReviewDecision::Settled, .. })), "{settled:?}");
+    assert_eq!(gone_back(dismiss()), Ok(()));
+}
+
+#[test]
 fn undone_reversal_of_a_refused_deposit_awaits_an_operator() {
     let mut world = PaymentHarness::open(5_000);
     world.pay(0);

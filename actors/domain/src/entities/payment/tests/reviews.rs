@@ -162,28 +162,31 @@ fn refund_of_other_money_does_not_end_a_review() {
 }
 
 #[test]
-fn other_money_that_is_reported_during_a_review_is_looked_at_when_it_has_ended() {
+fn other_money_that_is_reported_during_a_review_is_refused_until_the_review_has_ended() {
     let mut world = under_review();
     let Fact::Paid { amount_minor, currency, .. } = world.paid(0) else { panic!() };
-    let paid = Fact::Paid { processor_id: "pi_2".into(), amount_minor, currency, charge_id: None, presented: None };
+    let as_ordered = |id: &str| Fact::Paid {
+        processor_id: id.into(),
+        amount_minor,
+        currency: currency.clone(),
+        charge_id: None,
+        presented: None,
+    };
+    let twice = |again: &str| Err(Rejection::PaidTwice { as_of: "pi_100".into(), again: again.into() });
+    let before = world.it().clone();
+    assert_eq!(world.send(0, as_ordered("pi_2")), twice("pi_2"));
+    assert_eq!(world.send(0, in_gbp("pi_3", 100)), twice("pi_3"));
+    assert_eq!(world.it(), &before, "its event waits for an operator");
+    // A repeated decision is about the money that was decided about.
     for _ in 0..2 {
-        world.send(0, paid.clone()).unwrap();
-        world.send(0, in_gbp("pi_3", 100)).unwrap();
+        world.send(0, settle()).unwrap();
     }
-    world.hear_all();
-    assert_eq!((world.it().state(), world.it().waiting.len()), ("under_review", 2));
-    world.send(0, dismiss()).unwrap();
-    let reason = world.it().review_reason().unwrap();
-    assert!(reason.contains("1.00 GBP"), "{reason}");
-    world.send(0, settle()).unwrap();
-    assert_eq!((world.it().state(), world.it().waiting.len()), ("paid", 0));
+    assert_eq!(world.it().reviews.len(), 1);
+    world.send(0, as_ordered("pi_2")).unwrap();
     world.hear_all();
     assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
-    let mut full = under_review();
-    for n in 0..review::MAX_WAITING {
-        full.send(0, in_gbp(&format!("pi_w{n}"), 100)).unwrap();
-    }
-    assert_eq!(full.send(0, in_gbp("pi_x", 100)), Err(Rejection::TooManyReviews));
+    let again = Err(Rejection::PaidTwice { as_of: "pi_2".into(), again: "pi_4".into() });
+    assert_eq!(world.send(0, as_ordered("pi_4")), again);
 }
 
 #[test]
