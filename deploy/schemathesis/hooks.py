@@ -68,6 +68,16 @@ REFUSED_FOR_ITS_MEANING = [
 CODES_OF_A_MEANING = ["probe_target_denied", "policy_out_of_bounds"]
 
 
+def resolved(case, part):
+    """A part of the description, or what it refers to (`$ref`)."""
+    while "$ref" in part:
+        names = part["$ref"].removeprefix("#/").split("/")
+        part = case.operation.schema.raw_schema
+        for name in names:
+            part = part[name.replace("~1", "/").replace("~0", "~")]
+    return part
+
+
 @schemathesis.check
 def one_of_the_listed_codes(ctx, response, case):
     """A refusal is the envelope, and its code is one that the route lists for the status (`x-error-codes`)."""
@@ -84,7 +94,7 @@ def one_of_the_listed_codes(ctx, response, case):
         assert body["code"] == "method_not_allowed"
         return
     assert described is not None, f"the route does not list status {response.status_code}"
-    codes = described["x-error-codes"]
+    codes = resolved(case, described)["x-error-codes"]
     assert body["code"] in codes, f"{body['code']} is none of {codes}"
 
 
