@@ -17,6 +17,7 @@ mod reimage;
 mod repair;
 mod sku_minimums;
 mod ssh_access;
+mod stored_form;
 mod tasks;
 mod tenants;
 mod unproved_gpus;
