@@ -38,6 +38,70 @@ fn modules_of_domain_have_floors_and_no_circles() {
     assert!(violations.is_empty(), "{}", violations.join("\n"));
 }
 
+/// The files of an entity in parts, beside the file that has its name.
+const NODE: &str = "actors/domain/src/entities/node";
+
+/// Methods of the standard library that functions of the node are called like.
+const OF_COLLECTIONS: [&str; 4] = ["as_str", "clear", "insert", "remove"];
+
+/// The parts of a node: their files do not name the node, nor each other's part.
+const PARTS: [(&str, &str); 9] = [
+    ("identity", "Identity"),
+    ("lifecycle", "Lifecycle"),
+    ("tenancy", "Tenancy"),
+    ("tasks", "Tasks"),
+    ("health", "Health"),
+    ("repair", "MachineRepair"),
+    ("validation", "Validation"),
+    ("machine", "NodeMachine"),
+    ("agent", "Agent"),
+];
+
+#[test]
+fn files_of_the_node_form_no_circle() {
+    let arrows = file_arrows("node", &sources(NODE), &entity_file("node"));
+    let Some(circle) = circle(&arrows) else { return };
+    let steps = circle.iter().zip(circle.iter().cycle().skip(1));
+    panic!("a circle:{}", steps.map(|(from, to)| lines(&arrows[from][to])).collect::<String>());
+}
+
+#[test]
+fn parts_of_the_node_know_neither_it_nor_each_other() {
+    let files = sources(NODE);
+    for (file, text) in &files {
+        let unit = module(file)[0].clone();
+        let code = production_code(text);
+        let is_known = |name: &str| words(&code).any(|word| word == name);
+        let Some((_, own)) = PARTS.iter().find(|(part, _)| *part == unit) else { continue };
+        assert!(!is_known("Node"), "{file} names the node");
+        for (part, name) in PARTS.iter().filter(|(_, name)| name != own) {
+            let imports = used_paths(&["node".to_owned()].into_iter().chain(module(file)).collect::<Vec<_>>(), &code);
+            let of_node = |path: &Vec<String>| matches!(&path[..], [.., last] if last == name) && is_of_node(path);
+            assert!(!imports.iter().any(of_node), "{file} names the part {part}");
+        }
+    }
+}
+
+#[test]
+fn circles_of_calls_are_found() {
+    let entity = "mod a;\nmod b;\npub use a::{A, Thing};\nuse b::B;\n";
+    let found = |a: &str, b: &str| {
+        let files = [("a.rs", a), ("b.rs", b), ("b/c.rs", "")];
+        let files = files.map(|(path, text)| (path.to_owned(), text.to_owned())).into_iter().collect();
+        circle(&file_arrows("it", &files, entity)).map(|circle| circle.join(" "))
+    };
+    let calls = "impl It {\n    pub(super) fn low(&self) {\n        self.high()\n    }\n}\n";
+    let called = "impl It {\n    pub(super) fn high(&self) {}\n}\n";
+    assert_eq!(found(calls, called), None);
+    assert_eq!(found(calls, &called.replace("{}", "{ self.low() }")), Some("a b".to_owned()), "by methods");
+    assert_eq!(found(calls, "use super::Thing;\nimpl It {\n    fn high(&self) {}\n}\n"), Some("a b".to_owned()));
+    assert_eq!(found(calls, "use super::It;\nimpl It {\n    fn high(&self) {}\n}\n"), None, "the entity itself");
+    let same = "impl It {\n    fn same(&self) {\n        self.it.same()\n    }\n}\n";
+    assert_eq!(found(same, same), None, "which one is called is not known");
+    let of_field = |field: &str| same.replace("self.it", &format!("self.{field}"));
+    assert_eq!(found(&of_field("b"), &of_field("a")), Some("a b".to_owned()), "a field names the file of its part");
+}
+
 #[test]
 fn violations_are_found() {
     let lib = "mod low;\nmod top;\npub use low::{a, b};\npub use top::{x, y};\npub use x::Thing;\n";
@@ -156,6 +220,92 @@ fn arrows(rules: &Rules, files: &BTreeMap<String, String>) -> Arrows {
         }
     }
     arrows
+}
+
+/// The file of an entity that has its name.
+fn entity_file(name: &str) -> String {
+    let folder = sources("actors/domain/src/entities");
+    folder[&format!("{name}.rs")].clone()
+}
+
+fn is_of_node(path: &[String]) -> bool {
+    path.first().is_some_and(|first| first == "node") || path.starts_with(&["entities", "node"].map(str::to_owned))
+}
+
+fn words(code: &str) -> impl DoubleEndedIterator<Item = &str> {
+    code.split(|next: char| !next.is_alphanumeric() && next != '_')
+}
+
+/// The arrows between the files of an entity: by paths, through what its own file re-exports, and by calls of inherent methods. A file's folder
+/// belongs to it. The entity's own file is no unit: all others are written for it.
+///
+/// A call `.name(` or `Self::name(` leads to the one file that defines a function of this name; where several do, to the file that has the
+/// name of the field it is called on, or else nowhere.
+fn file_arrows(entity: &str, files: &BTreeMap<String, String>, entity_file: &str) -> Arrows {
+    let unit_of = |file: &str| module(file)[0].clone();
+    let units: BTreeSet<String> = files.keys().map(|file| unit_of(file)).filter(|unit| unit != "tests").collect();
+    let code: BTreeMap<&String, String> = files.iter().map(|(file, text)| (file, production_code(text))).collect();
+    let mut defined: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for (file, code) in &code {
+        // An associated function is indented; those of the standard library's collections are called like some of ours.
+        for line in code.lines().filter(|line| line.starts_with(' ')) {
+            let name = line.split_once("fn ").map(|(_, rest)| words(rest).next().unwrap_or_default());
+            if let Some(name) = name.filter(|name| !OF_COLLECTIONS.contains(name)) {
+                defined.entry(name).or_default().insert(unit_of(file));
+            }
+        }
+    }
+    let imports = production_code(entity_file);
+    let statements = imports.split("use ").skip(1).filter_map(|rest| rest.split_once(';'));
+    let paths = statements.flat_map(|(statement, _)| expanded(statement));
+    let exports: BTreeMap<String, String> = paths
+        .filter(|path| units.contains(&path[0]))
+        .filter_map(|path| Some((path.last()?.clone(), path[0].clone())))
+        .collect();
+    let mut arrows = Arrows::new();
+    for (file, code) in &code {
+        let from = unit_of(file);
+        if !units.contains(&from) {
+            continue;
+        }
+        let places = arrows.entry(from.clone()).or_default();
+        let mut draw = |to: &String, what: &str| {
+            if *to != from && units.contains(to) {
+                places.entry(to.clone()).or_default().insert(format!("{file} uses {what}"));
+            }
+        };
+        let here: Vec<String> = [entity.to_owned()].into_iter().chain(module(file)).collect();
+        for path in used_paths(&here, code) {
+            let within = match &path[..] {
+                [first, name, ..] if first == entity => name,
+                [first, second, name, ..] if first == "entities" && second == entity => name,
+                _ => continue,
+            };
+            draw(exports.get(within).unwrap_or(within), &path.join("::"));
+        }
+        for (at, name) in called(code) {
+            let Some(definers) = defined.get(name).filter(|definers| !definers.contains(&from) || definers.len() > 1)
+            else {
+                continue;
+            };
+            let field = words(&code[..at]).next_back().unwrap_or_default().to_owned();
+            match (definers.first(), definers.len()) {
+                (Some(only), 1) => draw(only, name),
+                _ if definers.contains(&field) => draw(&field, name),
+                _ => {}
+            }
+        }
+    }
+    arrows
+}
+
+/// The names of the methods and associated functions that are called, each with the place of the dot or the colons before it.
+fn called(code: &str) -> impl Iterator<Item = (usize, &str)> {
+    let at = |prefix: &'static str| code.match_indices(prefix).map(move |(at, _)| (at, &code[at + prefix.len()..]));
+    at(".").chain(at("Self::")).filter_map(|(at, rest)| {
+        let end = rest.find(|next: char| !next.is_alphanumeric() && next != '_')?;
+        (rest[end..].starts_with('(') && end > 0).then_some((at, &rest[..end]))
+    })
 }
 
 /// The module of a file: `a/b.rs` is `a::b`. The crate's root is the empty path.

@@ -199,7 +199,7 @@ impl World {
     }
 
     fn open_update(&self, id: NodeId) -> Option<(domain::TaskId, u32)> {
-        let tasks = self.nodes[&id].tasks.values();
+        let tasks = self.nodes[&id].tasks.by_id.values();
         let task = tasks.filter(|task| matches!(task.phase, NodeTaskPhase::Open)).find(|task| task.update.is_some())?;
         Some((task.work.task_id, task.work.attempt))
     }
@@ -258,7 +258,7 @@ impl World {
 
     /// A heartbeat with a finding that the machine was altered.
     fn alter(&mut self, id: NodeId) {
-        let is_watched = self.nodes[&id].rollouts.iter().any(|known| known.soak.is_some());
+        let is_watched = self.nodes[&id].agent.rollouts.iter().any(|known| known.soak.is_some());
         let found = ReportedFinding {
             probe: "privilege".into(),
             code: "setuid".into(),
@@ -273,8 +273,8 @@ impl World {
         let node = &self.nodes[&id];
         let heartbeat = node::Request::Heartbeat {
             serial: SERIAL.into(),
-            seen: Box::new(node.seen.clone().unwrap()),
-            inventory: Box::new(node.inventory.clone().unwrap()),
+            seen: Box::new(node.agent.contact.clone().unwrap()),
+            inventory: Box::new(node.machine.inventory.clone().unwrap()),
             health: Box::new(NodeHealth { report: Some(report), ..NodeHealth::default() }),
         };
         self.tell_node(id, &Principal::Node(id), heartbeat);
@@ -460,7 +460,7 @@ fn active_node(id: NodeId) -> Node {
     }
     let mut node = node.unwrap();
     // The heartbeat's time is set by the machine.
-    if let Some(seen) = &mut node.seen {
+    if let Some(seen) = &mut node.agent.contact {
         seen.silent_at = year;
     }
     assert_eq!(node.state(), "active");

@@ -341,7 +341,7 @@ pub(super) async fn remove(
     let context = context.prioritized();
     let command = Request::Remove { reason: why.reason.to_string() };
     let answered = context.try_ask::<Node>(id, command).await?.map_err(removal_error)?;
-    let gone = |node: &Node| node.life == Phase::Removed;
+    let gone = |node: &Node| node.lifecycle.phase == Phase::Removed;
     wait_until(&app, id, REMOVAL_TIMEOUT, gone).await?;
     let stored = find::<Node>(&app, id).await?.ok_or_else(unexpected)?;
     let status = if gone(&stored.it) { StatusCode::OK } else { StatusCode::ACCEPTED };
@@ -365,7 +365,7 @@ async fn node_response(
     let replayed = replayed(&answered);
     let Reply::Node { node } = &answered.reply else { return Err(unexpected()) };
     let (version, updated_at) = context.transition_of(node.id.0, &answered).await?;
-    let stored = StoredEntity { created_at: node.registered_at, it: Node::clone(node), version, updated_at };
+    let stored = StoredEntity { created_at: node.machine.registered_at, it: Node::clone(node), version, updated_at };
     Ok((status, replayed, etag(version), Json(NodeView::of(&stored, app.environment.now()))).into_response())
 }
 
@@ -390,11 +390,11 @@ async fn revised_probe(
     let node = find::<Node>(app, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let host = match host {
         Some(host) => host.clone(),
-        None => HostAddress::parse(&node.registration.host)?,
+        None => HostAddress::parse(&node.machine.registration.host)?,
     };
-    let port = change.port.as_ref().map_or(node.registration.port, |port| port.0);
-    let is_elsewhere = host.to_string() != node.registration.host || port != node.registration.port;
-    let wanted = change.probe.unwrap_or(is_elsewhere && node.probe.is_some());
+    let port = change.port.as_ref().map_or(node.machine.registration.port, |port| port.0);
+    let is_elsewhere = host.to_string() != node.machine.registration.host || port != node.machine.registration.port;
+    let wanted = change.probe.unwrap_or(is_elsewhere && node.machine.probe.is_some());
     if wanted { Ok(Some(probed(app, &host, port).await?)) } else { Ok(None) }
 }
 

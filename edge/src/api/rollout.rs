@@ -428,7 +428,7 @@ impl EndedNodeView {
 
 impl RolloutNodeView {
     fn of(node: &Node, rollout_id: RolloutId) -> Self {
-        let part = node.rollouts.iter().find(|known| known.rollout_id == rollout_id);
+        let part = node.agent.rollouts.iter().find(|known| known.rollout_id == rollout_id);
         let fault = part.and_then(|known| known.soak.as_ref()?.fault.clone());
         let (outcome, reason) = match part.and_then(|known| known.outcome.as_ref()) {
             Some(RolloutOutcome::Updated) if fault.is_some() => (RolloutNodeOutcome::Failed, fault),
@@ -437,7 +437,7 @@ impl RolloutNodeView {
             Some(RolloutOutcome::Failed { reason }) => (RolloutNodeOutcome::Failed, Some(reason.clone())),
             Some(RolloutOutcome::Skipped { reason }) => (RolloutNodeOutcome::Skipped, Some(reason.name().to_owned())),
         };
-        let registration = &node.registration;
+        let registration = &node.machine.registration;
         let (name, host) = (registration.metadata.name.clone(), registration.host.clone());
         Self { node_id: node.id.0, name, host, outcome, reason }
     }

@@ -77,8 +77,9 @@ impl RolloutScope<'_> {
                 tracing::warn!(entity.id = %row.entity.id, %error, "an unreadable node is left out of a rollout");
             })
             .ok()?;
-        let is_sku = self.selector.sku_id.is_none_or(|sku_id| sku_id == node.registration.sku.sku_id);
-        let is_region = self.selector.region_code.as_ref().is_none_or(|code| *code == node.registration.region_code);
+        let is_sku = self.selector.sku_id.is_none_or(|sku_id| sku_id == node.machine.registration.sku.sku_id);
+        let is_region =
+            self.selector.region_code.as_ref().is_none_or(|code| *code == node.machine.registration.region_code);
         let skip = || node.rollout_skip(self.digest, self.includes_held);
         (is_sku && is_region).then(|| RolloutCandidate { node_id: node.id, skip: skip() })
     }

@@ -98,7 +98,7 @@ fn check(
     let key: Option<PublicKey> =
         node.and_then(|node| node.identity.recovery_public_key.as_ref()).and_then(|key| key.parse().ok());
     let report = CleanupReport::open(proof, &key.ok_or(ProofFault::NoKey)?)?;
-    let booted = node.and_then(|node| node.seen.as_ref()).map(|seen| seen.boot_id.as_str());
+    let booted = node.and_then(|node| node.agent.contact.as_ref()).map(|seen| seen.boot_id.as_str());
     let held = node.and_then(|node| hold_of(node, task_id)).map(|(allocation_id, _)| allocation_id);
     let allocation_id = AllocationId(report.allocation_id);
     if report.node_id != node_id.0 {
@@ -130,7 +130,7 @@ fn check(
 
 /// How the node isolates tenants, by its last report.
 fn executor_of(node: &Node) -> ExecutorKind {
-    let system = node.inventory.as_ref().is_some_and(|inventory| inventory.executor == "system");
+    let system = node.machine.inventory.as_ref().is_some_and(|inventory| inventory.executor == "system");
     if system { ExecutorKind::System } else { ExecutorKind::Sandbox }
 }
 
@@ -159,7 +159,7 @@ fn is_setup(node: &Node, task_id: TaskId) -> bool {
 
 /// The hold that a task is about.
 fn hold_of(node: &Node, task_id: TaskId) -> Option<(AllocationId, &Hold)> {
-    node.holds.iter().find_map(|(id, hold)| match &hold.phase {
+    node.tenancy.holds.iter().find_map(|(id, hold)| match &hold.phase {
         HoldPhase::Provisioning { work }
         | HoldPhase::Releasing { work }
         | HoldPhase::ReleaseFailed { work }

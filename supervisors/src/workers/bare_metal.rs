@@ -124,10 +124,10 @@ impl BareMetalWorker {
         node_id: NodeId,
     ) -> Result<(), PassError> {
         let Some(node) = committed_node(&by.reads, node_id).await? else { return Ok(()) };
-        let Some(machine) = &node.machine else { return Ok(()) };
+        let Some(machine) = &node.machine.provided else { return Ok(()) };
         let (system_id, since) = (machine.system_id.as_str(), machine.since);
         let pass = Pass { by, delivery, services: &self.services, maas, node_id, system_id, since };
-        let report = match pass.advance(machine, node.reimage.is_some()).await {
+        let report = match pass.advance(machine, node.machine.reimage.is_some()).await {
             Ok(report) => report,
             // Shown to the operator where the machine is.
             Err(PassError::Provider(error)) => {
@@ -151,7 +151,8 @@ impl Pass<'_> {
     /// Ends the pass where the machine's step has changed since it began. Before each call that changes the machine.
     async fn expect_unchanged(&self) -> Result<(), PassError> {
         let node = committed_node(&self.by.reads, self.node_id).await?;
-        let is_unchanged = node.and_then(|node| node.machine).is_some_and(|machine| machine.since == self.since);
+        let is_unchanged =
+            node.and_then(|node| node.machine.provided).is_some_and(|machine| machine.since == self.since);
         if is_unchanged { Ok(()) } else { Err(PassError::Changed) }
     }
 

@@ -203,7 +203,7 @@ impl Notifier {
             Audience::NodeRenters(id) => {
                 let node = self.read::<Node>(id.0).await?;
                 let mut notifications = Vec::new();
-                for allocation in node.iter().flat_map(|node| node.holds.keys()) {
+                for allocation in node.iter().flat_map(|node| node.tenancy.holds.keys()) {
                     let data = NotificationDetails { allocation_id: Some(*allocation), ..data.clone() };
                     notifications.extend(self.renter(*allocation).await?.map(|user| to_user(user, data)));
                 }

@@ -39,7 +39,7 @@ pub fn each_allocation_holds_its_gpus(
     let believed_is_held = |allocation: &Allocation| match (&allocation.phase, allocation.placement()) {
         (Phase::Provisioning { .. } | Phase::Active { .. }, Some((node_id, placed))) => nodes
             .get(&node_id)
-            .and_then(|node| node.holds.get(&allocation.id))
+            .and_then(|node| node.tenancy.holds.get(&allocation.id))
             .is_some_and(|hold| hold.placed.devices == placed.devices),
         (
             Phase::Requested { .. }

@@ -32,12 +32,12 @@ impl NodeCapacity {
     pub fn of(node: &Node) -> Self {
         Self {
             node_id: node.id,
-            sku_id: node.registration.sku.sku_id,
-            region_code: node.registration.region_code.clone(),
+            sku_id: node.machine.registration.sku.sku_id,
+            region_code: node.machine.registration.region_code.clone(),
             gpus_free: node.gpus_free(),
             gpus_withheld: node.gpus_withheld(),
             is_reimageable: node.is_reimageable_as_a_whole(),
-            holders: node.holds.keys().copied().collect(),
+            holders: node.tenancy.holds.keys().copied().collect(),
         }
     }
 

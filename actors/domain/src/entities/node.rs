@@ -13,238 +13,138 @@
 //!
 //! Only the node's actor assigns its GPUs, by UUID, and frees them only on the agent's clean-up proof. It stores the hashes of its token,
 //! the serials of its certificates, and the tasks without a result; the edge handles secrets and signatures.
+//!
+//! # Parts
+//!
+//! Each part owns its fields, its rules and its deadline, and knows no other part. What it has to know of the rest comes as an argument, and
+//! what it wants of the rest goes out as its result: an [`outcome::Outcome`], or an enum such as [`RepairStep`].
+//!
+//! | part | knows |
+//! | --- | --- |
+//! | [`Identity`] | the token, the certificates, the key of the agent, recoveries |
+//! | [`Lifecycle`] | the phase, its reason, the holds of a quarantine |
+//! | [`Tenancy`] | the tenants: their GPUs, set-ups, clean-ups, keys, terminals, evacuations |
+//! | [`Tasks`] | the tasks of the node itself, and their results |
+//! | [`Health`] | what the agent reports of the machine's health, and what follows for GPUs |
+//! | [`MachineRepair`] | reboots and resets of GPUs that end findings |
+//! | [`Validation`] | what the machine has shown under load |
+//! | [`NodeMachine`] | the registration, the inventory, drift, claims on GPUs, the provider, the reimage |
+//! | [`Agent`] | the contact with the agent, its versions, its rollouts |
+//!
+//! # The switchboard
+//!
+//! The files that have functions of the node itself. Each uses those above it, and no other:
+//!
+//! | file | has |
+//! | --- | --- |
+//! | `readiness` | what is read from all parts: what excludes an allocation, which GPUs are free |
+//! | `wants` | what one part wants of others, as one step: holds taken back, a reimage, a task, the end of a hold |
+//! | `invariants` | what must be true of every node |
+//! | `tenants`, `onboarding`, `bare_metal`, `rollouts`, `orders`, `administration` | the commands of allocations, of a new machine, of the worker for bare-metal machines, of rollouts, and of administrators |
+//! | `recovery`, `results` | recoveries of the identity; results of tasks |
+//! | `contact` | polls, heartbeats and ticks |
+//! | `gpu_claims` | what a command becomes where another node has the GPUs |
+//!
+//! This file dispatches commands to them. `request`, `fact`, `explanation` and `report_reasons` are the words of callers, `agent_task` those of the
+//! agent, and `stored_node` the form in which a node is stored.
+//!
+//! # Order
+//!
+//! Of one heartbeat follows, in this order: the contact, the inventory and what is expected of it, the proved GPUs, the findings; then the
+//! holds that are over, the texts of those that stay, a new hold, the evacuations; then the ends of GPU resets, the next step of the repair,
+//! a new reset; and where none of these has changed anything, what the contact means for the phase. Of a tick: the phase, the tenants that
+//! are to be confirmed, overdue tasks, overdue keys, evacuations, overdue terminals, the machine at its provider. A soak of a rollout looks
+//! at the result of every command, and the claims on GPUs follow last.
 
-mod agent_contact;
-mod agent_update;
-mod evacuation;
+mod administration;
+mod agent;
+mod agent_task;
+mod bare_metal;
+mod contact;
 mod explanation;
 mod fact;
 mod gpu_claims;
-mod gpu_reset;
-mod hardware_comparison;
-mod hardware_drift;
 mod health;
-mod integrity;
+mod identity;
 mod invariants;
 mod lifecycle;
+mod machine;
 mod onboarding;
-mod provided_machine;
-mod quarantine;
+mod orders;
+mod outcome;
+mod readiness;
 mod recovery;
-mod reimage;
 mod repair;
 pub mod report_reasons;
 mod request;
-mod rollout_soak;
-mod rollout_update;
-mod sku_minimums;
-mod ssh_access;
-mod state_reason;
-mod supported_task_types;
+mod results;
+mod rollouts;
+mod stored_node;
 mod tasks;
 mod tenancy;
-mod terminal_tasks;
+mod tenants;
 #[cfg(test)]
 mod tests;
-mod unproved_gpus;
 mod validation;
+mod wants;
 
-use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
-use crate::event::{Event, GpuDevice};
-use crate::hardware::{ExpectedHardware, Placement};
+use crate::audit::AuditAction;
+use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId};
-use crate::metadata::Metadata;
+use crate::id::{AllocationId, EntityKind, NodeId, TaskId};
 use crate::state_machine::{
-    self, AuditedRefusal, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext,
+    self, AuditedRefusal, Deadline, IndexKeys, TickOnly, Timestamp, Transition, TransitionContext,
 };
 use crate::task_type::TaskType;
-use crate::validation::ValidationLevel;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
 pub use crate::hardware::PromisedHardware;
-pub use agent_contact::{
-    AgentContact, LastHeartbeat, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory, ReportedSystem,
-};
-pub use agent_update::AgentUpdate;
-pub use evacuation::Evacuation;
+pub use agent::{Agent, AgentContact, LastHeartbeat, NodeRollout, NodeSoak, rollout_term};
+pub use agent_task::{AgentTask, AgentUpdate, PendingTask, TaskKind, TaskOutcome, TenantSlot, ValidationOrder};
 pub use fact::Fact;
-pub use gpu_reset::{GpuReset, GpuResetPhase};
-pub use hardware_comparison::HardwareComparison;
-pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
-pub use integrity::FindingAcceptance;
-pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials, PreparedMachine};
-pub use provided_machine::{OrderedImage, ProvidedMachine, ProviderReport, ProviderStep};
-pub use quarantine::{HoldAuthor, QuarantineHold};
-pub use recovery::{IdentityRecovery, Nonce, Reissue};
-pub use reimage::{Reimage, ReimageStage};
-pub use repair::{NodeRepair, RepairPhase};
-pub use request::{CommandName, Request};
-pub use rollout_soak::NodeSoak;
-pub use rollout_update::{NodeRollout, rollout_term};
-pub use ssh_access::{HoldSshAccess, SshKeysTask};
-pub use state_reason::{StateCode, StateReason};
-pub use tasks::{NodeTask, NodeTaskPhase};
-pub use tenancy::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, user_name};
-pub use terminal_tasks::TerminalTask;
-pub use unproved_gpus::{ProofGap, UnprovedGpu};
-pub use validation::{NodeValidation, ValidationOrder};
+pub use health::{
+    ClearedFinding, FindingAcceptance, FindingReport, Health, MAX_STORED_FINDINGS, NodeFinding, NodeHealth,
+    NodeHealthStatus, ReportedFinding,
+};
+pub use identity::{CertificateRecord, EnrollmentToken, Identity, IdentityRecovery, Nonce};
+pub use lifecycle::{HoldAuthor, Lifecycle, Phase, PhaseName, QuarantineHold, StateCode, StateReason};
+pub use machine::{
+    HardwareComparison, NodeMachine, OnboardingMode, OrderedImage, PreparedMachine, ProbeOutcome, ProvidedMachine,
+    ProviderReport, ProviderStep, Registration, Reimage, ReimageStage, ReportedGpu, ReportedInventory, ReportedSystem,
+};
+pub use repair::{GpuReset, GpuResetPhase, MachineRepair, NodeRepair, RepairPhase};
+pub use request::{CommandName, Enrollment, Reissue, Request};
+pub use tasks::{NodeTask, NodeTaskPhase, Tasks};
+pub use tenancy::{
+    Evacuation, Hold, HoldPhase, HoldSshAccess, ProofGap, SshKeysTask, Tenancy, TerminalTask, UnprovedGpu, user_name,
+};
+pub use validation::{NodeValidation, Validation};
 
-/// The class of an alert that prevents new allocations on the node while it is active (decisions 7, *Health alert*).
-const PREVENT_ALLOCATION: &str = "prevent_allocation";
+use agent::ContactKind;
+use agent_task::reason_code;
+use identity::RecoveryVerdict;
+use machine::GpuClaimScope;
+use repair::{RepairStep, RepairView, ResetStep};
+use rollouts::RolloutUpdate;
+use tasks::{TaskEnd, TaskSubject};
+use tenancy::TenantReport;
 
-/// The state of a node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The state of a node: its parts. Its stored form is in `stored_node.rs`.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub id: NodeId,
-    pub registration: Registration,
-    pub registered_at: Timestamp,
-    pub life: Phase,
-    pub entered_at: Timestamp,
-    /// The reason of its state, as a code and a sentence.
-    pub reason: StateReason,
-    pub probe: Option<ProbeOutcome>,
-    pub identity: NodeCredentials,
-    pub inventory: Option<ReportedInventory>,
-    /// What its SKU expects of its machine, as of the last contact.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expected_hardware: Option<Box<ExpectedHardware>>,
-    pub seen: Option<AgentContact>,
-    pub health: NodeHealth,
-    /// What the agent's health probes found, oldest first.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub findings: Vec<NodeFinding>,
-    /// The repair of its findings.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub repair: Option<NodeRepair>,
-    /// The last reset of each GPU, by UUID.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub gpu_resets: BTreeMap<String, GpuReset>,
-    /// Why it is in quarantine. See [`Node::quarantine_holds`].
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    quarantine_holds: Vec<QuarantineHold>,
-    /// The allocations that hold its GPUs.
-    pub holds: BTreeMap<AllocationId, Hold>,
-    /// GPUs without a tenant of which it is not proved that they are free of the last one, by UUID.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub unproved_gpus: BTreeMap<String, UnprovedGpu>,
-    /// The allocations whose failed release fences the node: it gets no tasks.
-    pub fenced_by: BTreeSet<AllocationId>,
-    /// Tasks of the node itself that administrators ordered, with their results.
-    #[serde(default)]
-    pub tasks: BTreeMap<TaskId, NodeTask>,
-    #[serde(default)]
-    pub refusals: RefusalAudit,
-    /// UUIDs of GPUs that this node has claimed in the cluster.
-    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
-    pub claimed_gpus: BTreeSet<String>,
-    /// UUIDs of GPUs that the node reports and that another node has claimed.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub contested_gpus: BTreeMap<String, NodeId>,
-    /// Its machine at the bare-metal provider, where one has it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub machine: Option<ProvidedMachine>,
-    /// The reimage that is not over.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reimage: Option<Reimage>,
-    /// The last rollouts that have ordered an update of its agent, oldest first.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub rollouts: Vec<NodeRollout>,
-    /// The last validation with load.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub validation: Option<Box<NodeValidation>>,
-    /// The strictest level that it has failed and not passed since. See [`Node::failed_level`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    failed_validation: Option<ValidationLevel>,
-}
-
-/// A node's data from its administrator.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Registration {
-    pub host: String,
-    pub port: u16,
-    pub ssh_username: String,
-    pub ssh_public_key: String,
-    pub ssh_key_fingerprint: String,
-    pub sku: PromisedHardware,
-    pub region_code: String,
-    pub gpus_total: u32,
-    pub onboarding_mode: OnboardingMode,
-    /// Its name and labels.
-    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
-    pub metadata: Metadata,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnboardingMode {
-    Manual,
-    Maas,
-}
-
-/// The outcome of the reachability probe at creation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProbeOutcome {
-    pub reachable: bool,
-    pub checked_at: Timestamp,
-    pub error: Option<String>,
-}
-
-/// The states of a node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
-#[strum_discriminants(
-    name(PhaseName),
-    doc = "The name of a node's state.",
-    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
-    strum(serialize_all = "kebab-case", const_into_str),
-    serde(rename_all = "kebab-case")
-)]
-#[strum(serialize_all = "kebab-case", const_into_str)]
-#[serde(tag = "state", rename_all = "snake_case")]
-pub enum Phase {
-    Registered,
-    BootstrapIssued {
-        until: Timestamp,
-    },
-    Enrolling {
-        until: Timestamp,
-    },
-    Active,
-    Offline,
-    Draining {
-        until: Timestamp,
-    },
-    /// It returns to `was` once the quarantine is released.
-    Quarantined {
-        was: Box<Phase>,
-    },
-    Retired,
-    Removing {
-        until: Timestamp,
-    },
-    Removed,
-}
-
-impl Phase {
-    #[must_use]
-    pub const fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    /// True where the node has no identity yet that could have faults.
-    #[must_use]
-    pub const fn has_no_identity(&self) -> bool {
-        matches!(self, Self::Registered | Self::BootstrapIssued { .. })
-    }
-
-    /// True where the node's identity is revoked for good.
-    #[must_use]
-    pub const fn is_gone(&self) -> bool {
-        matches!(self, Self::Removing { .. } | Self::Removed)
-    }
+    pub identity: Identity,
+    pub lifecycle: Lifecycle,
+    pub tenancy: Tenancy,
+    pub tasks: Tasks,
+    pub health: Health,
+    pub repair: MachineRepair,
+    pub validation: Validation,
+    pub machine: NodeMachine,
+    pub agent: Agent,
 }
 
 /// The commands of a node.
@@ -393,7 +293,7 @@ pub enum EnrollmentTokenFault {
     TooManyNonces,
 }
 
-impl Machine for Node {
+impl state_machine::Machine for Node {
     const KIND: EntityKind = EntityKind::Node;
     /// As much as other entities, thirty-two labels, and the keys and the terminals of a tenant for each of sixty-four GPUs.
     const SNAPSHOT_MOST: usize = 80 * 1024 + 64 * 128 * 1024;
@@ -446,93 +346,59 @@ impl Machine for Node {
         else {
             return None;
         };
-        let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
+        let mut next = self.clone();
+        next.identity.refusals = self.identity.refusals.audited(ctx.now)?;
         let metadata = json!({ "cause": rejection.to_string(), "result": "refused" });
         Some(AuditedRefusal { next, audit: self.audit(AuditAction::NodesRefuseEnrollment, metadata) })
     }
 
     fn state(&self) -> &'static str {
-        self.life.name()
+        self.lifecycle.phase.name()
     }
 
     fn deadline(&self) -> Option<Deadline> {
-        let of_its_life = match &self.life {
-            Phase::BootstrapIssued { until } => {
-                Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
-            }
-            Phase::Enrolling { until } if self.reason.code == StateCode::InventoryMismatch => {
-                Some(Deadline::new(*until, self.reason.message.clone()))
-            }
-            Phase::Enrolling { until } => Some(Deadline::new(*until, self.enrollment_waits_for())),
-            Phase::Draining { until } => {
-                let left = self.holds.len();
-                Some(Deadline::new(*until, format!("{left} allocations have not ended")))
-            }
-            // The provider's deadline holds then.
-            Phase::Removing { .. } if self.has_machine() => None,
-            Phase::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
-            Phase::Registered
-            | Phase::Active
-            | Phase::Offline
-            | Phase::Quarantined { .. }
-            | Phase::Retired
-            | Phase::Removed => None,
-        };
-        let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline()).chain(self.repair_deadline());
-        let others = others.chain(self.monitoring_deadline());
-        let of_machine = self.machine.as_ref().and_then(ProvidedMachine::deadline);
-        let others = others.chain(of_machine).chain(self.reimage_deadline());
-        of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)
+        let lacks = |task_type| self.agent.lacks_task_type(task_type);
+        let monitored = self.lifecycle.phase.is_monitored();
+        let of_parts = [
+            self.lifecycle_deadline(),
+            self.tasks.deadline(lacks),
+            self.tenancy.ssh_keys_deadline(lacks(TaskType::SshKeysReconcile)),
+            self.repair.deadline(&self.repair_view()),
+            monitored.then(|| self.agent.monitoring_deadline()).flatten(),
+            self.machine.provided.as_ref().and_then(ProvidedMachine::deadline),
+            self.machine.reimage_deadline(),
+        ];
+        of_parts.into_iter().flatten().min_by_key(|deadline| deadline.at)
     }
 
     fn timer(&self) -> Option<Timestamp> {
-        let of_its_life = match &self.life {
-            // The provider's release ends it.
-            Phase::Removing { .. } if self.has_machine() => None,
-            Phase::BootstrapIssued { until } | Phase::Enrolling { until } | Phase::Removing { until } => Some(*until),
-            Phase::Active => self.seen.as_ref().map(|seen| seen.silent_at),
-            // A drain ends with the last allocation, not at a time.
-            Phase::Draining { .. }
-            | Phase::Registered
-            | Phase::Offline
-            | Phase::Quarantined { .. }
-            | Phase::Retired
-            | Phase::Removed => None,
-        };
-        let of_tenants =
-            self.next_resend_at().into_iter().chain(self.ssh_keys_due_at()).chain(self.evacuation_due_at());
-        let of_tenants = of_tenants.chain(self.terminals_due_at());
-        let of_machine = self.machine.as_ref().and_then(|machine| machine.check_at);
-        of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).chain(of_machine).min()
+        let of_parts = [
+            self.lifecycle_timer(),
+            self.tenancy.next_resend_at(),
+            self.tenancy.ssh_keys_due_at(),
+            self.tenancy.evacuation_due_at(),
+            self.tenancy.terminals_due_at(),
+            self.tasks.due_at(),
+            self.machine.provided.as_ref().and_then(|machine| machine.check_at),
+        ];
+        of_parts.into_iter().flatten().min()
     }
 
     fn keys(&self) -> IndexKeys {
-        IndexKeys { owner: None, sku: Some(self.registration.sku.sku_id.0), unique_name: None }
+        IndexKeys { owner: None, sku: Some(self.machine.registration.sku.sku_id.0), unique_name: None }
     }
 
     fn claims(&self) -> BTreeSet<String> {
-        let gpus = self.claimed_gpus.iter().map(|uuid| gpu_claims::gpu_claim(uuid));
-        gpus.chain(self.machine.iter().filter(|it| it.is_held()).map(ProvidedMachine::claim)).collect()
+        self.machine.claims()
     }
 
     fn terms(&self) -> BTreeSet<String> {
-        let rollouts = self.rollouts.iter().map(|known| rollout_update::rollout_term(known.rollout_id));
-        self.registration.metadata.terms().into_iter().chain(rollouts).collect()
+        let rollouts = self.agent.rollouts.iter().map(|known| rollout_term(known.rollout_id));
+        self.machine.registration.metadata.terms().into_iter().chain(rollouts).collect()
     }
 
     fn is_transient(&self) -> bool {
-        match self.life {
-            Phase::BootstrapIssued { .. }
-            | Phase::Enrolling { .. }
-            | Phase::Draining { .. }
-            | Phase::Removing { .. } => true,
-            Phase::Registered
-            | Phase::Active
-            | Phase::Offline
-            | Phase::Quarantined { .. }
-            | Phase::Retired
-            | Phase::Removed => false,
-        }
+        self.lifecycle.phase.is_transient()
     }
 
     fn violations(&self, recorded: &[HistoryEntry]) -> Vec<Invariant> {
@@ -549,78 +415,137 @@ impl Node {
         let step = match command {
             Command::Request(request) => self.execute(request, ctx)?,
             Command::Fact(fact) => self.apply(fact, ctx)?,
-            Command::Maintenance(TickOnly::Tick) => {
-                let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
-                let step = self.advance_evacuations(self.retry_stale_ssh_keys(step, ctx), ctx);
-                let step = self.fail_stale_terminals(step, ctx);
-                self.check_machine(step, ctx)
-            }
+            Command::Maintenance(TickOnly::Tick) => self.tick(ctx),
         };
         Ok(self.watched_for_rollout(step, ctx))
     }
 
-    /// The node in another state, with the reason and the event of the change.
-    fn change_phase(
-        &self,
-        life: Phase,
-        code: StateCode,
-        message: &str,
-        ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
-        let mut next = self.clone();
-        let event = next.enter(life, code, message, ctx);
-        next.transition_with_node(message).event(event)
-    }
-
-    fn enter(&mut self, life: Phase, code: StateCode, message: &str, ctx: &TransitionContext<'_>) -> Event {
-        let from = self.life.name().to_owned();
-        if !matches!(life, Phase::Quarantined { .. }) {
-            self.quarantine_holds.clear();
+    fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::Register { .. } => Err(Rejection::Exists),
+            Request::Revise { host, port, ssh_username, probe, metadata, if_version } => {
+                self.revise((host, port, ssh_username), probe, metadata, if_version, ctx)
+            }
+            Request::IssueToken { token_id, token_sha256, ttl_seconds } => {
+                self.issue_token(token_id, token_sha256, ttl_seconds, ctx)
+            }
+            Request::Reissue(asked) => self.reissue(*asked, ctx),
+            Request::Retire { reason, drain } => self.retire(&reason, drain, ctx),
+            Request::Reactivate { reason } => self.reactivate(&reason, ctx),
+            Request::Remove { reason } => self.remove(&reason, ctx),
+            Request::Quarantine { reason } => self.quarantine(&reason, ctx),
+            Request::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
+            Request::ClearFinding { finding_id, reason } => self.clear_finding(finding_id, &reason, ctx),
+            Request::Reimage { reason } => self.order_reimage(&reason, ctx),
+            Request::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
+            Request::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
+            Request::Validate { level, reason } => self.order_validation(level, &reason, ctx),
+            Request::UpdateAgent { digest, force, reason } => self.order_update(digest, force, &reason, ctx),
+            Request::ResetGpu { gpu_uuid, reason } => self.order_gpu_reset(&gpu_uuid, &reason, ctx),
+            Request::Enroll(enrollment) => self.enroll(*enrollment, ctx),
+            Request::Recover(recovery) => self.recover(&recovery, ctx),
+            Request::Renew { serial, issued } => self.renew(&serial, issued, ctx),
+            Request::Poll { serial } => self.poll(&serial, ctx),
+            Request::Heartbeat { serial, seen, inventory, health } => {
+                self.heartbeat(&serial, *seen, *inventory, *health, ctx)
+            }
+            Request::Report { serial, task_id, attempt, verdict, output, unproved } => {
+                let mut step = self.report(&serial, (task_id, attempt), verdict, (output, unproved.as_deref()), ctx)?;
+                step.why = report_reasons::why(task_id, &step.why);
+                Ok(step)
+            }
+            Request::Identify { serial } => {
+                self.check_certificate(&serial, ctx)?;
+                Ok(Transition::stay(Reply::Done))
+            }
+            Request::PresentToken { token_sha256 } => {
+                self.check_token(&token_sha256, ctx)?;
+                Ok(Transition::stay(Reply::Done))
+            }
         }
-        self.life = life;
-        self.entered_at = ctx.now;
-        let reason = code.as_str().to_owned();
-        self.reason = StateReason::new(code, message);
-        Event::NodeStateChanged { node_id: self.id, from: Some(from), to: self.life.name().to_owned(), reason }
     }
 
-    /// The transition to this node, with the node as its reply.
-    fn transition_with_node(self, why: impl Into<String>) -> Transition<Self> {
-        let reply = Reply::Node { node: Box::new(self.clone()) };
-        Transition::to(self, reply, why)
+    fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match fact {
+            Fact::Reserve { allocation_id, gpu_count, keys, revision, reimages } => {
+                self.reserve((allocation_id, gpu_count), keys, revision, reimages, ctx)
+            }
+            Fact::ReconcileLogins { allocation_id, revision, keys } => {
+                Ok(self.with_tenancy(self.tenancy.reconcile_logins(allocation_id, revision, keys, ctx)))
+            }
+            Fact::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
+            Fact::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
+            Fact::Clean { allocation_id, attempt, deadline_at } => {
+                Ok(self.with_tenancy(self.tenancy.clean(allocation_id, attempt, deadline_at, ctx)))
+            }
+            Fact::MarkReleaseFailed { allocation_id, attempt } => {
+                Ok(self.with_tenancy(self.tenancy.mark_release_failed(allocation_id, attempt, ctx)))
+            }
+            Fact::Fence { allocation_id, attempt } => {
+                Ok(self.with_tenancy(self.tenancy.fence(allocation_id, attempt, ctx)))
+            }
+            Fact::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
+            Fact::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
+                let lacks = self.agent.lacks_task_type(TaskType::TerminalOpen);
+                let can_open = (self.lifecycle.phase.is_in_service(), lacks);
+                let (session, times) = ((session_id, allocation_id), (ends_at, begin_until));
+                Ok(self.with_tenancy(self.tenancy.open_terminal(session, times, recording, can_open, ctx)))
+            }
+            Fact::ForgetTerminal { session_id, allocation_id } => {
+                Ok(self.with_tenancy(self.tenancy.forget_terminal(session_id, allocation_id)))
+            }
+            Fact::MachineToken { token_id, token_sha256, image } => {
+                self.machine_token((token_id, token_sha256), image, ctx)
+            }
+            Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
+            Fact::UpdateForRollout { rollout_id, digest, soaks, includes_held } => {
+                Ok(self.update_for_rollout(&RolloutUpdate { rollout_id, digest, soaks, includes_held }, ctx))
+            }
+            Fact::CheckForRollout { rollout_id } => Ok(self.check_for_rollout(rollout_id, ctx)),
+        }
     }
 
-    /// Nothing changes; the reply is the node.
-    fn stay_with_node(&self) -> Transition<Self> {
-        Transition::stay(Reply::Node { node: Box::new(self.clone()) })
+    fn lifecycle_deadline(&self) -> Option<Deadline> {
+        match &self.lifecycle.phase {
+            Phase::BootstrapIssued { until } => {
+                Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
+            }
+            Phase::Enrolling { until } if self.lifecycle.reason.code == StateCode::InventoryMismatch => {
+                Some(Deadline::new(*until, self.lifecycle.reason.message.clone()))
+            }
+            Phase::Enrolling { until } if self.tasks.has_open_validation() => {
+                Some(Deadline::new(*until, "the machine has not passed its first validation"))
+            }
+            Phase::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
+            Phase::Draining { until } => {
+                let left = self.tenancy.holds.len();
+                Some(Deadline::new(*until, format!("{left} allocations have not ended")))
+            }
+            // The provider's deadline holds then.
+            Phase::Removing { .. } if self.machine.is_held_at_provider() => None,
+            Phase::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
+            Phase::Registered
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => None,
+        }
     }
 
-    fn wrong_state(&self, command: CommandName) -> Rejection {
-        Rejection::WrongState { state: PhaseName::from(&self.life), command }
-    }
-
-    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
-        AuditRecord::new(action, self.entity(), metadata)
-    }
-
-    const fn entity(&self) -> EntityRef {
-        EntityRef { kind: EntityKind::Node, id: self.id.0 }
-    }
-
-    /// The GPUs that a new tenant can get, in the order of their index.
-    pub fn free_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
-        let withheld = self.withheld_gpus();
-        self.unheld_devices().filter(move |device| !withheld.contains(device.uuid.as_str()))
-    }
-
-    /// The GPUs without a hold, in the order of their index. Before the agent's first report there are none.
-    fn unheld_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
-        let held: BTreeSet<&str> =
-            self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
-        self.inventory
-            .iter()
-            .flat_map(|inventory| &inventory.gpus)
-            .filter(move |gpu| !held.contains(gpu.uuid.as_str()))
-            .map(|gpu| GpuDevice { index: gpu.index, uuid: gpu.uuid.clone() })
+    fn lifecycle_timer(&self) -> Option<Timestamp> {
+        match &self.lifecycle.phase {
+            // The provider's release ends it.
+            Phase::Removing { .. } if self.machine.is_held_at_provider() => None,
+            Phase::BootstrapIssued { until } | Phase::Enrolling { until } | Phase::Removing { until } => Some(*until),
+            Phase::Active => self.agent.contact.as_ref().map(|seen| seen.silent_at),
+            // A drain ends with the last allocation, not at a time.
+            Phase::Draining { .. }
+            | Phase::Registered
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => None,
+        }
     }
 }

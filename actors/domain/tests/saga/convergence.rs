@@ -36,12 +36,12 @@ impl Simulation {
         }
         self.come_to_rest("everything is given back", |world| {
             world.allocations.values().all(|it| matches!(it.phase, Phase::Released { .. }))
-                && world.nodes.values().all(|node| node.holds.is_empty())
+                && world.nodes.values().all(|node| node.tenancy.holds.is_empty())
                 && world.tenants.values().all(|tenant| tenant.live.is_empty())
                 && world.accounts.values().all(|account| account.meters.is_empty())
         });
         for (id, agent) in &self.agents {
-            assert!(agent.tenants.is_empty() || self.nodes[id].life.is_gone(), "a tenant is left on {id}");
+            assert!(agent.tenants.is_empty() || self.nodes[id].lifecycle.phase.is_gone(), "a tenant is left on {id}");
         }
         self.the_books_add_up();
         self.come_back();
@@ -111,7 +111,7 @@ impl Simulation {
             let retry = allocation::Request::RetryRelease { reason: "repaired".into() };
             self.tell_allocation(id, &admin(), retry).unwrap();
         }
-        let active = self.nodes.values().filter(|node| node.life == NodePhase::Active);
+        let active = self.nodes.values().filter(|node| node.lifecycle.phase == NodePhase::Active);
         let failed: Vec<_> = active.filter_map(|node| Some((node.id, node.failed_level()?))).collect();
         for (id, level) in failed {
             // Refused while one is in progress.
@@ -124,7 +124,7 @@ impl Simulation {
         let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
         for id in nodes {
             self.healthy(id);
-            if matches!(self.nodes[&id].life, NodePhase::Quarantined { .. }) {
+            if matches!(self.nodes[&id].lifecycle.phase, NodePhase::Quarantined { .. }) {
                 let release = node::Request::ReleaseQuarantine { reason: "repaired".into() };
                 // A node whose identity expired in quarantine cannot authenticate: it is retired and removed.
                 if let Err(refused) = self.tell_node(id, &admin(), release) {
@@ -133,7 +133,7 @@ impl Simulation {
                     self.tell_node(id, &admin(), node::Request::Remove { reason: "r".into() }).unwrap();
                 }
             }
-            match self.nodes[&id].life {
+            match self.nodes[&id].lifecycle.phase {
                 NodePhase::Registered | NodePhase::BootstrapIssued { .. } | NodePhase::Enrolling { .. } => {
                     self.onboard(id);
                 }
@@ -155,7 +155,10 @@ impl Simulation {
         }
         // A task that an agent had under an identity that ended is handed out again once its lease is over.
         self.come_to_rest("every node that is not gone has all its GPUs", |world| {
-            world.nodes.values().all(|node| node.life.is_gone() || node.gpus_free() == node.registration.gpus_total)
+            world
+                .nodes
+                .values()
+                .all(|node| node.lifecycle.phase.is_gone() || node.gpus_free() == node.machine.registration.gpus_total)
         });
         assert_eq!(self.on_the_bus().count(), 0);
     }

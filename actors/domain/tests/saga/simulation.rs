@@ -204,14 +204,17 @@ impl Simulation {
         let state = self.nodes.get(&id).cloned();
         let (next, reply) = self.decide(id.0, state.as_ref(), by, command)?;
         if let Some(next) = next {
-            let is_validated = state.as_ref().is_some_and(|node| node.tasks.values().any(is_open_load));
-            let has_another =
-                next.holds.keys().any(|it| state.as_ref().is_none_or(|node| !node.holds.contains_key(it)));
+            let is_validated = state.as_ref().is_some_and(|node| node.tasks.by_id.values().any(is_open_load));
+            let has_another = next
+                .tenancy
+                .holds
+                .keys()
+                .any(|it| state.as_ref().is_none_or(|node| !node.tenancy.holds.contains_key(it)));
             assert!(!(is_validated && has_another), "a tenant came while a load was applied: {next:?}");
             if is_validated {
                 self.reached.insert("node validated".to_owned());
             }
-            for hold in next.holds.values() {
+            for hold in next.tenancy.holds.values() {
                 let phase = match hold.phase {
                     HoldPhase::Reserved => "reserved",
                     HoldPhase::Provisioning { .. } => "provisioning",
@@ -223,7 +226,7 @@ impl Simulation {
                 };
                 self.reached.insert(format!("hold {phase}"));
             }
-            if !next.fenced_by.is_empty() {
+            if !next.tenancy.fenced_by.is_empty() {
                 self.reached.insert("node fenced".to_owned());
             }
             self.nodes.insert(id, next);

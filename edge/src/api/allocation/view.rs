@@ -199,7 +199,7 @@ impl AllocationView {
 }
 
 fn further_devices(node: &Node) -> Vec<String> {
-    node.inventory.as_ref().map(|inventory| inventory.tenant_devices.clone()).unwrap_or_default()
+    node.machine.inventory.as_ref().map(|inventory| inventory.tenant_devices.clone()).unwrap_or_default()
 }
 
 impl StateName {
@@ -252,7 +252,7 @@ impl HealthView {
                     format!("Its machine has had a fault since {}; it costs nothing since. Release it.", fault.at)
                 });
                 let status = if fault.is_some() { "critical" } else { "warning" };
-                let silent_since = node.and_then(|node| node.silent_since(now));
+                let silent_since = node.and_then(|node| node.agent.silent_since(now));
                 let silence = silent_since.map(|at| {
                     let charged = if fault.is_some() { "" } else { " It is charged until you release it." };
                     format!(
@@ -261,7 +261,7 @@ impl HealthView {
                         at.format("%Y-%m-%d %H:%M:%S UTC")
                     )
                 });
-                let drain = node.filter(|node| matches!(node.life, node::Phase::Draining { .. })).map(|_| {
+                let drain = node.filter(|node| matches!(node.lifecycle.phase, node::Phase::Draining { .. })).map(|_| {
                     "Its machine is taken out of service after its last allocation. This one runs until you release it; the next one is \
                      on another machine."
                         .to_owned()

@@ -67,7 +67,7 @@ pub(super) enum UpdateState {
 
 impl AgentUpdateView {
     pub(super) fn of(node: &Node) -> Option<Self> {
-        let task = node.latest_update()?;
+        let task = node.tasks.latest_update()?;
         let error =
             task.failure().map(|(code, message)| OutcomeError { code: code.to_owned(), message: message.to_owned() });
         let (state, ended_at) = match &task.phase {

@@ -204,7 +204,7 @@ fn not_packaged(missing: &[&'static str]) -> ApiError {
 
 /// Runs the script, from standard input, as root on the node's machine.
 fn remote_command(node: &Node) -> String {
-    let Registration { ssh_username, host, port, .. } = &node.registration;
+    let Registration { ssh_username, host, port, .. } = &node.machine.registration;
     let login = quote(&format!("{ssh_username}@{host}"));
     format!("ssh -p {port} -- {login} sudo sh -s <bootstrap.sh")
 }

@@ -160,10 +160,10 @@ pub(in crate::api) async fn tasks(
     let page = listing.page("admin/nodes/tasks", &id.to_string(), Order::NewestFirst)?;
     let node = find::<Node>(&app, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let now = app.environment.now();
-    let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(&node, *id, hold, now));
-    let own = node.tasks.values().filter(|task| !matches!(task.phase, NodeTaskPhase::Ended { .. }));
+    let of_tenants = node.tenancy.holds.iter().filter_map(|(id, hold)| TaskView::of(&node, *id, hold, now));
+    let own = node.tasks.by_id.values().filter(|task| !matches!(task.phase, NodeTaskPhase::Ended { .. }));
     let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(&node, task, now))).collect();
-    let ended = node.tasks.values().filter_map(TaskOutcomeView::of).collect();
+    let ended = node.tasks.by_id.values().filter_map(TaskOutcomeView::of).collect();
     open.sort_by_key(|task| (task.ordered_at, task.task_id));
     let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
@@ -217,7 +217,7 @@ pub(in crate::api) async fn resume_task(
 
 pub(super) fn shown(app: &AppState, status: StatusCode, answered: &CommandReply<Reply>) -> Result<Response, ApiError> {
     let Reply::Task { task_id, node } = &answered.reply else { return Err(unexpected()) };
-    let task = node.tasks.get(task_id).ok_or_else(unexpected)?;
+    let task = node.tasks.by_id.get(task_id).ok_or_else(unexpected)?;
     let view = TaskView::of_node(node, task, app.environment.now());
     Ok((status, replayed(answered), Json(view)).into_response())
 }
@@ -247,7 +247,7 @@ impl TaskView {
             ordered_at,
             deadline_at,
             overdue: deadline_at < now,
-            withheld_because: node.lacks_task_type(task_type),
+            withheld_because: node.agent.lacks_task_type(task_type),
         })
     }
 
@@ -263,7 +263,7 @@ impl TaskView {
             task_type: task.task_type.name(),
             overdue: deadline_at < now && !matches!(state, TaskState::Ended),
             withheld_because: match state {
-                TaskState::Open | TaskState::AwaitsOperator => node.lacks_task_type(task.task_type),
+                TaskState::Open | TaskState::AwaitsOperator => node.agent.lacks_task_type(task.task_type),
                 TaskState::Failed | TaskState::Ended => None,
             },
             state,

@@ -303,7 +303,7 @@ pub(in crate::api) struct GpuResetView {
 impl NodeView {
     pub(in crate::api) fn of(stored: &StoredEntity<Node>, now: Timestamp) -> Self {
         let node = &stored.it;
-        let registration = node.registration.clone();
+        let registration = node.machine.registration.clone();
         let deadline = node.deadline();
         Self {
             id: node.id.0,
@@ -324,28 +324,28 @@ impl NodeView {
             },
             state: StateName::of(node),
             state_reason: ReasonView {
-                code: node.reason.code.as_str().to_owned(),
-                message: node.reason.message.clone(),
+                code: node.lifecycle.reason.code.as_str().to_owned(),
+                message: node.lifecycle.reason.message.clone(),
             },
-            quarantine_holds: node.quarantine_holds().into_iter().map(HoldView::of).collect(),
-            repair: node.repair.as_ref().map(RepairView::of),
-            gpu_resets: node.gpu_resets.iter().map(|(uuid, reset)| GpuResetView::of(uuid, reset)).collect(),
-            state_entered_at: node.entered_at,
+            quarantine_holds: node.lifecycle.quarantine_holds().into_iter().map(HoldView::of).collect(),
+            repair: node.repair.of_machine.as_ref().map(RepairView::of),
+            gpu_resets: node.repair.gpu_resets.iter().map(|(uuid, reset)| GpuResetView::of(uuid, reset)).collect(),
+            state_entered_at: node.lifecycle.entered_at,
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             state_deadline_at: deadline.map(|deadline| deadline.at),
-            probe: node.probe.as_ref().map(ProbeView::of),
+            probe: node.machine.probe.as_ref().map(ProbeView::of),
             health: HealthView {
-                status: node.health.status.into(),
-                alerts: node.alerts(),
-                findings: node.findings.iter().map(FindingView::of).collect(),
+                status: node.health.reported.status.into(),
+                alerts: node.health.alerts(),
+                findings: node.health.findings.iter().map(FindingView::of).collect(),
             },
             inventory: InventoryView::of(node),
             hardware: node.compared_hardware().into_iter().map(HardwareComparisonView::of).collect(),
             agent: AgentView::of(node),
             agent_update: AgentUpdateView::of(node),
-            machine: node.machine.as_ref().map(MachineView::of),
-            reimage: node.reimage.as_ref().map(ReimageView::of),
-            validation: node.validation.as_deref().map(ValidationView::of),
+            machine: node.machine.provided.as_ref().map(MachineView::of),
+            reimage: node.machine.reimage.as_ref().map(ReimageView::of),
+            validation: node.validation.last.as_deref().map(ValidationView::of),
             failed_validation_level: node.failed_level().map(Level::of),
             generation: stored.version,
             created_at: stored.created_at,
@@ -356,9 +356,10 @@ impl NodeView {
 
 impl InventoryView {
     fn of(node: &Node) -> Option<Self> {
-        let inventory = node.inventory.as_ref()?;
+        let inventory = node.machine.inventory.as_ref()?;
         let free: BTreeSet<_> = node.free_devices().map(|device| device.uuid).collect();
         let holders: BTreeMap<_, _> = node
+            .tenancy
             .holds
             .iter()
             .flat_map(|(allocation, hold)| hold.placed.devices.iter().map(|device| (&device.uuid, allocation.0)))
@@ -457,7 +458,7 @@ impl ReimageView {
 impl StateName {
     const fn of(node: &Node) -> Self {
         use domain::node::Phase as L;
-        match node.life {
+        match node.lifecycle.phase {
             L::Registered => Self::Registered,
             L::BootstrapIssued { .. } => Self::BootstrapIssued,
             L::Enrolling { .. } => Self::Enrolling,
@@ -489,7 +490,7 @@ impl ProbeView {
 
 impl AgentView {
     fn of(node: &Node) -> Option<Self> {
-        let seen = node.seen.as_ref()?;
+        let seen = node.agent.contact.as_ref()?;
         Some(Self {
             version: seen.agent_version.clone(),
             package_digest: seen.package_digest.as_ref().map(ToString::to_string),

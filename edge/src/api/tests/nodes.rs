@@ -260,7 +260,7 @@ async fn node_goes_through_its_lifecycle_by_administrators_requests() {
     else {
         panic!("no node")
     };
-    assert_eq!(node.life, Phase::Removed);
+    assert_eq!(node.lifecycle.phase, Phase::Removed);
     // The machine is registered again as another node.
     let repeated = api.post("/api/v1/admin/nodes").admin().json(&node_body("h100x4", 4)).send().await;
     assert_eq!((&repeated.is(201)["host"], &repeated.body["state"]), (&removed.body["host"], &json!("registered")));

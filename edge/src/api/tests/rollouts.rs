@@ -178,7 +178,7 @@ async fn selected_nodes_are_read_in_pages_without_removed_and_later_ones() {
         let path = format!("/api/v1/admin/nodes/{removed}/{verb}");
         api.post(&path).admin().json(&json!({ "reason": "r" })).send().await;
     }
-    api.wait_until::<Node>(removed.0, |node| node.life.is_gone()).await;
+    api.wait_until::<Node>(removed.0, |node| node.lifecycle.phase.is_gone()).await;
     api.active_node("a100x4", 4).await;
     let mut nodes = Vec::new();
     for _ in 0..PAGE + 2 {

@@ -57,7 +57,7 @@ fn node() -> Node {
     let register = Request::Register { registration: Box::new(registration), probe: None, machine: None };
     let mut node = Node::decide(None, register.into(), &ctx).unwrap().next.unwrap();
     node.identity.recovery_public_key = Some(PublicKey::from(&key()).to_string());
-    node.seen = Some(AgentContact {
+    node.agent.contact = Some(AgentContact {
         boot_id: BOOT.to_string(),
         agent_version: "0".into(),
         protocol: 3,
@@ -87,7 +87,7 @@ fn node() -> Node {
         evacuation: None,
         terminals: BTreeMap::new(),
     };
-    node.holds.insert(ALLOCATION, hold);
+    node.tenancy.holds.insert(ALLOCATION, hold);
     node
 }
 
@@ -180,7 +180,7 @@ fn leftovers_and_unchecked_resources_are_named() {
 #[test]
 fn setup_needs_no_proof_and_a_failure_stays_one_with_any_proof() {
     let mut setting_up = node();
-    let hold = setting_up.holds.get_mut(&ALLOCATION).unwrap();
+    let hold = setting_up.tenancy.holds.get_mut(&ALLOCATION).unwrap();
     let HoldPhase::Releasing { work } = hold.phase.clone() else { panic!() };
     hold.phase = HoldPhase::Provisioning { work };
     assert_eq!(of(&report(), Some(&setting_up)), TaskOutcome::Succeeded { proof: None });

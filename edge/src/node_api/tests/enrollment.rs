@@ -41,8 +41,8 @@ async fn token_issues_one_certificate_for_its_node_and_validity() {
     assert_eq!(certificate.validity().not_after.timestamp(), not_after.timestamp());
     assert!((not_after - Utc::now() - TimeDelta::hours(2)).abs() < TimeDelta::seconds(60));
     let node = harness.node(node_id).await;
-    assert!(matches!(node.life, Phase::Enrolling { .. }));
-    assert_eq!(node.inventory.unwrap().gpus.len(), 2);
+    assert!(matches!(node.lifecycle.phase, Phase::Enrolling { .. }));
+    assert_eq!(node.machine.inventory.unwrap().gpus.len(), 2);
     let read: wire::enroll::EnrollAnswer = serde_json::from_value(answer.body).unwrap();
     assert_eq!(read.recovery.identity_generation, 1);
 }

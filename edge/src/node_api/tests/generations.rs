@@ -126,7 +126,7 @@ async fn agents_of_the_two_previous_protocols_enroll_work_and_renew() {
         let answer = agent.post(&harness, "heartbeat", &beat).await;
         generation.reads("heartbeat_answer", answer.is(200));
         let seen = harness.node(agent.node_id).await;
-        assert_eq!(seen.life, domain::node::Phase::Active);
+        assert_eq!(seen.lifecycle.phase, domain::node::Phase::Active);
 
         let allocation_id = harness.rent(&agent).await;
         let task = generation.task(&harness, &agent, "provision_payload").await;
@@ -141,7 +141,7 @@ async fn agents_of_the_two_previous_protocols_enroll_work_and_renew() {
         gone["attempt"] = task["attempt"].clone();
         gone["proof"] = serde_json::to_value(proof(generation, &agent, &task).seal(&agent.recovery).unwrap()).unwrap();
         generation.reports(&harness, &agent, &task, &gone).await;
-        assert!(harness.node(agent.node_id).await.holds.is_empty());
+        assert!(harness.node(agent.node_id).await.tenancy.holds.is_empty());
 
         let renewal = generation.with("renew_request", &json!({ "csr_pem": Applicant::new().csr_pem }));
         let answer = agent.post(&harness, "certificate/renew", &renewal).await;

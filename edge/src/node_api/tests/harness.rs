@@ -319,7 +319,7 @@ impl NodeApiHarness {
         let agent = self.enrolled().await;
         let poll = Request::Poll { serial: agent.serial.clone() };
         self.ask(&Principal::Node(NodeId(agent.node_id)), agent.node_id, poll).await.unwrap();
-        assert_eq!(self.node(agent.node_id).await.life, domain::node::Phase::Active);
+        assert_eq!(self.node(agent.node_id).await.lifecycle.phase, domain::node::Phase::Active);
         agent
     }
 

@@ -50,7 +50,7 @@ async fn the_first_wait_of_an_enrolled_agent_makes_its_node_active() {
     let harness = NodeApiHarness::new().await;
     let agent = harness.enrolled().await;
     agent.wait(&harness, 1).await.is(204);
-    assert_eq!(harness.node(agent.node_id).await.life, domain::node::Phase::Active);
+    assert_eq!(harness.node(agent.node_id).await.lifecycle.phase, domain::node::Phase::Active);
 }
 
 #[tokio::test]
@@ -164,7 +164,7 @@ async fn heartbeat_returns_the_interval_and_the_poll_settings() {
     let mut drifted = agent.heartbeat();
     drifted["inventory"]["gpus"] = json!([]);
     agent.post(&harness, "heartbeat", &drifted).await.is(200);
-    assert_eq!(harness.node(agent.node_id).await.life.name(), "quarantined");
+    assert_eq!(harness.node(agent.node_id).await.lifecycle.phase.name(), "quarantined");
 }
 
 #[tokio::test]

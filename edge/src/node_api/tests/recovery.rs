@@ -86,7 +86,7 @@ async fn node_with_an_expired_certificate_recovers_with_token_generation_and_key
     assert_eq!(answer.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
     let recovered = agent.with(&harness, answer.body["certificate_pem"].as_str().unwrap(), &applicant.key);
     recovered.beat(&harness).await.is(200);
-    assert_eq!(harness.node(machine.node_id).await.life, Phase::Active);
+    assert_eq!(harness.node(machine.node_id).await.lifecycle.phase, Phase::Active);
     agent.reconnected(&harness).beat(&harness).await.is_refused_as("certificate_unknown");
 }
 
@@ -116,7 +116,7 @@ async fn concurrent_recoveries_with_one_nonce_succeed_once_without_a_clone_alarm
         answer.refused(401, "enrollment_rejected");
     });
     let node = harness.node(machine.node_id).await;
-    assert_eq!((node.life, node.identity.generation), (Phase::Active, 2));
+    assert_eq!((node.lifecycle.phase, node.identity.generation), (Phase::Active, 2));
 }
 
 #[tokio::test]
@@ -131,7 +131,10 @@ async fn recovery_with_an_old_generation_quarantines_the_node_as_a_clone() {
     let correlation = clone.headers["x-correlation-id"].to_str().unwrap();
     assert_eq!(logs().lines(&[correlation, "an old identity generation", "\"WARN\""]).len(), 1);
     let node = harness.node(machine.node_id).await;
-    assert_eq!((domain::Machine::state(&node), node.reason.code.as_str()), ("quarantined", "clone_suspected"));
+    assert_eq!(
+        (domain::Machine::state(&node), node.lifecycle.reason.code.as_str()),
+        ("quarantined", "clone_suspected")
+    );
     // The recovered machine's credentials stay valid: an operator decides.
     genuine.beat(&harness).await.is(200);
 }

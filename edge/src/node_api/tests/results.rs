@@ -18,7 +18,7 @@ async fn result_is_recorded_once_and_a_repetition_is_reported_as_recorded() {
     let task = harness.task(&agent).await;
     assert_eq!(agent.report(&harness, &task, &succeeded(1)).await.is(200), &recorded("new"));
     let node = harness.node(agent.node_id).await;
-    assert_eq!(node.holds[&allocation_id].phase, HoldPhase::Ready);
+    assert_eq!(node.tenancy.holds[&allocation_id].phase, HoldPhase::Ready);
     assert_eq!(agent.report(&harness, &task, &succeeded(1)).await.is(200), &recorded("already"));
     // The same, written down otherwise.
     let mut same = succeeded(1);
@@ -29,7 +29,7 @@ async fn result_is_recorded_once_and_a_repetition_is_reported_as_recorded() {
     changed["output"]["uid"] = 7.into();
     agent.report(&harness, &task, &changed).await.refused(409, "state_conflict");
     agent.report(&harness, &task, &failed(1, "useradd", "no")).await.refused(409, "state_conflict");
-    assert_eq!(harness.node(agent.node_id).await.holds[&allocation_id].phase, HoldPhase::Ready);
+    assert_eq!(harness.node(agent.node_id).await.tenancy.holds[&allocation_id].phase, HoldPhase::Ready);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,7 +70,9 @@ async fn failed_setup_is_stored_with_a_bounded_reason() {
     let words = format!("no room\n{}", "x".repeat(10_000));
     agent.report(&harness, &task, &failed(1, "disk full!", &words)).await.is(200);
     let node = harness.node(agent.node_id).await;
-    let HoldPhase::SetupFailed { reason, detail } = &node.holds[&allocation_id].phase else { panic!("{node:?}") };
+    let HoldPhase::SetupFailed { reason, detail } = &node.tenancy.holds[&allocation_id].phase else {
+        panic!("{node:?}")
+    };
     assert_eq!(reason, "failed", "a code that is none");
     assert!(detail.starts_with("no room x") && detail.chars().count() == 500);
 }
@@ -146,15 +148,15 @@ async fn release_succeeds_only_with_a_proof_by_the_nodes_own_key() {
     assert!(failures[2].contains("Home /home/gpu-x is present"), "{}", failures[2]);
     assert!(failures[3].contains("another boot"), "{}", failures[3]);
     let node = harness.node(agent.node_id).await;
-    assert!(matches!(node.holds[&allocation_id].phase, HoldPhase::ReleaseFailed { .. }));
+    assert!(matches!(node.tenancy.holds[&allocation_id].phase, HoldPhase::ReleaseFailed { .. }));
 
     let task = release(&agent).await;
     let proof = agent.clean(&task).seal(&agent.recovery).unwrap();
     let result = proved(task.attempt, &proof);
     assert_eq!(agent.report(&harness, &task, &result).await.is(200), &recorded("new"));
     let node = harness.node(agent.node_id).await;
-    assert!(node.holds.is_empty());
-    assert_eq!(node.life, Phase::Active);
+    assert!(node.tenancy.holds.is_empty());
+    assert_eq!(node.lifecycle.phase, Phase::Active);
     // Long after the task is gone.
     assert_eq!(agent.report(&harness, &task, &result).await.is(200), &recorded("already"));
     let mut changed = result;

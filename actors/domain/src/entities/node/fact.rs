@@ -1,12 +1,11 @@
 //! What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
 
-use super::rollout_update::RolloutUpdate;
-use super::{Node, OrderedImage, ProviderReport, Rejection};
+use super::{OrderedImage, ProviderReport};
 use crate::id::{AllocationId, RolloutId, TerminalSessionId, TokenId};
 use crate::package_digest::PackageDigest;
 use crate::recording::RecordingTerms;
 use crate::ssh_key::AuthorizedKey;
-use crate::state_machine::{Timestamp, Transition, TransitionContext};
+use crate::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
 
 /// What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
@@ -96,39 +95,4 @@ pub enum Fact {
     CheckForRollout {
         rollout_id: RolloutId,
     },
-}
-
-impl Node {
-    pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match fact {
-            Fact::Reserve { allocation_id, gpu_count, keys, revision, reimages } => {
-                self.reserve((allocation_id, gpu_count), keys, revision, reimages, ctx)
-            }
-            Fact::ReconcileLogins { allocation_id, revision, keys } => {
-                Ok(self.reconcile_logins(allocation_id, revision, keys, ctx))
-            }
-            Fact::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
-            Fact::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
-            Fact::Clean { allocation_id, attempt, deadline_at } => {
-                Ok(self.clean(allocation_id, attempt, deadline_at, ctx))
-            }
-            Fact::MarkReleaseFailed { allocation_id, attempt } => {
-                Ok(self.mark_release_failed(allocation_id, attempt, ctx))
-            }
-            Fact::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
-            Fact::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
-            Fact::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
-                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
-            }
-            Fact::ForgetTerminal { session_id, allocation_id } => Ok(self.forget_terminal(session_id, allocation_id)),
-            Fact::MachineToken { token_id, token_sha256, image } => {
-                self.machine_token((token_id, token_sha256), image, ctx)
-            }
-            Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
-            Fact::UpdateForRollout { rollout_id, digest, soaks, includes_held } => {
-                Ok(self.update_for_rollout(&RolloutUpdate { rollout_id, digest, soaks, includes_held }, ctx))
-            }
-            Fact::CheckForRollout { rollout_id } => Ok(self.check_for_rollout(rollout_id, ctx)),
-        }
-    }
 }

@@ -2,7 +2,6 @@
 
 use super::{HoldPhase, Node, PhaseName};
 use crate::history::HistoryEntry;
-use std::collections::BTreeSet;
 
 impl Node {
     /// I2: no GPU is in two holds, none that is being reset or is not proved to be free of its last tenant is in one, and a node without the clean-up proof of a tenant, or whose machine is being reinstalled, has no GPU for
@@ -11,26 +10,19 @@ impl Node {
     pub fn has_one_tenant_on_each_gpu(&self) -> bool {
         let is_unproven =
             |phase: &HoldPhase| matches!(phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. });
-        let has_unproven = self.holds.values().any(|hold| is_unproven(&hold.phase));
-        let is_held_in_reset = self.gpus_in_reset().any(|uuid| self.holds_gpu(uuid));
-        let is_held_unproved = self.unproved_gpus.keys().any(|uuid| self.holds_gpu(uuid));
-        self.holds_each_gpu_once()
+        let has_unproven = self.tenancy.holds.values().any(|hold| is_unproven(&hold.phase));
+        let is_held_in_reset = self.repair.gpus_in_reset().any(|uuid| self.tenancy.holds_gpu(uuid));
+        let is_held_unproved = self.tenancy.unproved_gpus.keys().any(|uuid| self.tenancy.holds_gpu(uuid));
+        self.tenancy.holds_each_gpu_once()
             && !is_held_in_reset
             && !is_held_unproved
-            && (!has_unproven && self.reimage.is_none() || self.gpus_free() == 0)
-    }
-
-    pub(super) fn holds_each_gpu_once(&self) -> bool {
-        let held: Vec<_> =
-            self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
-        let distinct: BTreeSet<_> = held.iter().collect();
-        distinct.len() == held.len()
+            && (!has_unproven && self.machine.reimage.is_none() || self.gpus_free() == 0)
     }
 
     /// I6: a node that is being removed, or is gone, holds nothing and gets nothing. Given its last transitions, in their order.
     #[must_use]
     pub fn gets_nothing_once_removed(&self, recorded: &[HistoryEntry]) -> bool {
-        if !self.life.is_gone() {
+        if !self.lifecycle.phase.is_gone() {
             return true;
         }
         let gone = [PhaseName::Removing, PhaseName::Removed].map(|name| name.into_str());
@@ -38,6 +30,6 @@ impl Node {
         let since = recorded.iter().skip_while(|step| !gone.contains(&step.to_state.as_str()));
         let got_something = since.filter(|step| !step.refused).any(|step| step.actor == itself);
         let has_identity = self.identity.token.is_some() || !self.identity.certificates.is_empty();
-        !has_identity && self.holds.is_empty() && !got_something
+        !has_identity && self.tenancy.holds.is_empty() && !got_something
     }
 }

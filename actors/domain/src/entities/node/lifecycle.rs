@@ -1,239 +1,151 @@
-//! An administrator's actions on a node: retire, reactivate, remove, quarantine.
+//! The state of a node: its phase, since when, why, and who holds it in quarantine.
 
-use super::{CommandName, HoldAuthor, HoldPhase, Node, Phase, ProviderStep, Rejection, StateCode};
-use crate::audit::AuditAction;
+mod quarantine;
+mod state_reason;
+
+use super::outcome;
 use crate::event::Event;
-use crate::policy::{PolicyKey, Scopes};
-use crate::state_machine::{Effect, Transition, TransitionContext};
-use chrono::TimeDelta;
-use serde_json::json;
+use crate::state_machine::{Timestamp, TransitionContext};
+use serde::{Deserialize, Serialize};
 
-/// How long replicas get to close a removed node's connections. Safety does not depend on it: every request is refused from the commit on.
-const CONNECTION_CLOSE_TIME: TimeDelta = TimeDelta::seconds(1);
+pub use quarantine::{HoldAuthor, QuarantineHold};
+pub use state_reason::{StateCode, StateReason};
 
-impl Node {
-    pub(super) fn retire(
-        &self,
-        reason: &str,
-        drain: bool,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        let audit = self.audit(AuditAction::NodesRetire, json!({ "reason": reason, "drain": drain }));
-        match (&self.life, self.in_use()) {
-            (Phase::Retired, _) => Ok(self.stay_with_node()),
-            (Phase::Active | Phase::Offline | Phase::Draining { .. }, None) => {
-                Ok(self.change_phase(Phase::Retired, StateCode::Retired, reason, ctx).audit(audit))
-            }
-            // A machine that is beyond repair is retired this way; what is left on it prevents a reactivation.
-            (Phase::Quarantined { was }, None) if !was.has_no_identity() => {
-                Ok(self.change_phase(Phase::Retired, StateCode::Retired, reason, ctx).audit(audit))
-            }
-            (Phase::Active | Phase::Offline, Some(_)) if drain => {
-                let until = ctx.now + ctx.policy.seconds(PolicyKey::NodeDrainOverdue, &Scopes::global(), ctx.now);
-                Ok(self.change_phase(Phase::Draining { until }, StateCode::Draining, reason, ctx).audit(audit))
-            }
-            (Phase::Draining { .. }, Some(_)) if drain => Ok(self.stay_with_node()),
-            (
-                Phase::Active | Phase::Offline | Phase::Draining { .. } | Phase::Quarantined { .. },
-                Some(allocation_id),
-            ) => Err(Rejection::InUse { allocation_id }),
-            // It never was active: no tenant can be on it, and its token and certificates are revoked.
-            (
-                Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } | Phase::Quarantined { .. },
-                None,
-            ) => {
-                let mut next = self.clone();
-                next.identity.revoke();
-                let step = next.change_phase(Phase::Retired, StateCode::Retired, reason, ctx).audit(audit);
-                Ok(step.effect(Effect::CloseNode(self.id)))
-            }
-            (Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. }, Some(allocation_id)) => {
-                Err(Rejection::InUse { allocation_id })
-            }
-            (Phase::Removing { .. } | Phase::Removed, _) => Err(self.wrong_state(CommandName::Retire)),
+/// The part of a node that says in which state it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lifecycle {
+    pub phase: Phase,
+    pub entered_at: Timestamp,
+    /// The reason of its state, as a code and a sentence.
+    pub reason: StateReason,
+    /// Why it is in quarantine. See [`Lifecycle::quarantine_holds`].
+    pub(super) quarantine_holds: Vec<QuarantineHold>,
+}
+
+impl Lifecycle {
+    /// The lifecycle of a node that is registered at this moment.
+    pub(super) fn registered(message: &str, now: Timestamp) -> Self {
+        let reason = StateReason::new(StateCode::Registered, message);
+        Self { phase: Phase::Registered, entered_at: now, reason, quarantine_holds: Vec::new() }
+    }
+
+    /// Enters another phase. Every phase but a quarantine ends the holds.
+    pub(super) fn enter(&mut self, phase: Phase, code: StateCode, message: &str, ctx: &TransitionContext<'_>) -> Event {
+        let from = self.phase.name().to_owned();
+        if !matches!(phase, Phase::Quarantined { .. }) {
+            self.quarantine_holds.clear();
+        }
+        self.phase = phase;
+        self.entered_at = ctx.now;
+        let reason = code.as_str().to_owned();
+        self.reason = StateReason::new(code, message);
+        let to = self.phase.name().to_owned();
+        Event::NodeStateChanged { node_id: outcome::node_id(ctx), from: Some(from), to, reason }
+    }
+}
+
+/// The states of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(PhaseName),
+    doc = "The name of a node's state.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "kebab-case", const_into_str),
+    serde(rename_all = "kebab-case")
+)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    Registered,
+    BootstrapIssued {
+        until: Timestamp,
+    },
+    Enrolling {
+        until: Timestamp,
+    },
+    Active,
+    Offline,
+    Draining {
+        until: Timestamp,
+    },
+    /// It returns to `was` once the quarantine is released.
+    Quarantined {
+        was: Box<Phase>,
+    },
+    Retired,
+    Removing {
+        until: Timestamp,
+    },
+    Removed,
+}
+
+impl Phase {
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    /// True where the node has no identity yet that could have faults.
+    #[must_use]
+    pub const fn has_no_identity(&self) -> bool {
+        matches!(self, Self::Registered | Self::BootstrapIssued { .. })
+    }
+
+    /// True where the node's identity is revoked for good.
+    #[must_use]
+    pub const fn is_gone(&self) -> bool {
+        matches!(self, Self::Removing { .. } | Self::Removed)
+    }
+
+    /// The phase without its quarantine: the one that the node returns to.
+    pub(super) fn underlying(&self) -> &Self {
+        if let Self::Quarantined { was } = self { was } else { self }
+    }
+
+    /// Whether the node serves its tenants. A quarantined node only cleans up.
+    pub(super) const fn is_in_service(&self) -> bool {
+        matches!(self, Self::Active | Self::Offline | Self::Draining { .. })
+    }
+
+    /// Whether heartbeats are expected of its agent. In other phases it has no identity, is silent, or is out of service.
+    pub(super) const fn is_monitored(&self) -> bool {
+        match self {
+            Self::Active | Self::Draining { .. } | Self::Quarantined { .. } => true,
+            Self::Registered
+            | Self::BootstrapIssued { .. }
+            | Self::Enrolling { .. }
+            | Self::Offline
+            | Self::Retired
+            | Self::Removing { .. }
+            | Self::Removed => false,
         }
     }
 
-    /// The last allocation of a draining node has ended.
-    pub(super) fn drained(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        self.change_phase(Phase::Retired, StateCode::Drained, "The last allocation ended; the node is retired.", ctx)
-            .audit(self.audit(AuditAction::NodesDrained, json!({})))
+    /// False of a node in service, also while it is quarantined or drained.
+    pub(super) fn is_to_become_active(&self) -> bool {
+        match self.underlying() {
+            Self::Registered | Self::BootstrapIssued { .. } | Self::Enrolling { .. } | Self::Retired => true,
+            Self::Active
+            | Self::Offline
+            | Self::Draining { .. }
+            | Self::Quarantined { .. }
+            | Self::Removing { .. }
+            | Self::Removed => false,
+        }
     }
 
-    /// As [`Node::drained`], as part of the transition that ended the last allocation.
-    pub(super) fn retire_if_drained(&mut self, ctx: &TransitionContext<'_>) -> Option<Event> {
-        (matches!(self.life, Phase::Draining { .. }) && self.in_use().is_none()).then(|| {
-            self.enter(Phase::Retired, StateCode::Drained, "The last allocation ended; the node is retired.", ctx)
-        })
-    }
-
-    pub(super) fn reactivate(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match self.life {
-            Phase::Retired => {
-                self.check_fit_for_tenants(ctx)?;
-                if self.identity.certificates.values().all(|certificate| certificate.not_after <= ctx.now) {
-                    let why =
-                        "its agent has no certificate that holds; issue a token with reissue-enrollment".to_owned();
-                    return Err(Rejection::NotInOrder { why });
-                }
-                let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
-                Ok(self
-                    .clone()
-                    .reclaim_gpus()
-                    .change_phase(Phase::Active, StateCode::Reactivated, reason, ctx)
-                    .audit(audit))
+    /// True where the phase ends by itself.
+    pub(super) const fn is_transient(&self) -> bool {
+        match self {
+            Self::BootstrapIssued { .. } | Self::Enrolling { .. } | Self::Draining { .. } | Self::Removing { .. } => {
+                true
             }
-            Phase::Registered
-            | Phase::BootstrapIssued { .. }
-            | Phase::Enrolling { .. }
-            | Phase::Active
-            | Phase::Offline
-            | Phase::Draining { .. }
-            | Phase::Quarantined { .. }
-            | Phase::Removing { .. }
-            | Phase::Removed => Err(self.wrong_state(CommandName::Reactivate)),
+            Self::Registered
+            | Self::Active
+            | Self::Offline
+            | Self::Quarantined { .. }
+            | Self::Retired
+            | Self::Removed => false,
         }
-    }
-
-    pub(super) fn remove(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match (&self.life, self.in_use()) {
-            // The provider does not take the machine back: an operator gives it up.
-            (Phase::Removing { until }, _) if self.is_release_overdue(ctx) => {
-                let mut next = self.clone();
-                if let Some(machine) = &mut next.machine {
-                    machine.begin(ProviderStep::Released, ctx);
-                }
-                let event = (ctx.now >= *until).then(|| next.enter_removed(ctx));
-                let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason, "machine": "given up" }));
-                let step = next.transition_with_node("removed without its machine's release").audit(audit);
-                Ok(event.into_iter().fold(step, Transition::event))
-            }
-            (Phase::Removing { .. } | Phase::Removed, _) => Ok(self.stay_with_node()),
-            (Phase::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
-            (Phase::Retired, None) => {
-                let mut next = self.clone();
-                next.identity.revoke();
-                next.holds.clear();
-                next.fenced_by.clear();
-                next.tasks.clear();
-                next.gpu_resets.clear();
-                next.reimage = None;
-                let due = next.release_machine(false, ctx);
-                let message = "Its identity is void; its connections are being closed.";
-                let event = next.enter(
-                    Phase::Removing { until: ctx.now + CONNECTION_CLOSE_TIME },
-                    StateCode::Removing,
-                    message,
-                    ctx,
-                );
-                let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));
-                let step = next.transition_with_node(message).event(event).audit(audit);
-                Ok(due.into_iter().fold(step, Transition::event).effect(Effect::CloseNode(self.id)))
-            }
-            (
-                Phase::Registered
-                | Phase::BootstrapIssued { .. }
-                | Phase::Enrolling { .. }
-                | Phase::Active
-                | Phase::Offline
-                | Phase::Draining { .. }
-                | Phase::Quarantined { .. },
-                _,
-            ) => Err(self.wrong_state(CommandName::Remove)),
-        }
-    }
-
-    pub(super) fn quarantine(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        if self.is_held_by(HoldAuthor::Administrator) {
-            return Ok(self.stay_with_node());
-        }
-        if self.life.is_gone() {
-            return Err(self.wrong_state(CommandName::Quarantine));
-        }
-        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": reason }));
-        let mut next = self.clone();
-        let event = next.enter_quarantine(StateCode::Quarantined, reason, ctx);
-        let step = next.transition_with_node(reason).audit(audit);
-        Ok(event.into_iter().fold(step, Transition::event))
-    }
-
-    pub(super) fn release_quarantine(
-        &self,
-        reason: &str,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        match &self.life {
-            Phase::Quarantined { was } => {
-                if !was.has_no_identity() {
-                    self.check_fit_for_tenants(ctx)?;
-                }
-                let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "reason": reason }));
-                match **was {
-                    // Its last allocation has ended in the meantime.
-                    Phase::Draining { .. } if self.in_use().is_none() => Ok(self.drained(ctx).audit(audit)),
-                    Phase::Registered
-                    | Phase::BootstrapIssued { .. }
-                    | Phase::Enrolling { .. }
-                    | Phase::Active
-                    | Phase::Offline
-                    | Phase::Draining { .. }
-                    | Phase::Quarantined { .. }
-                    | Phase::Retired
-                    | Phase::Removing { .. }
-                    | Phase::Removed => {
-                        let mut free = self.clone().reclaim_gpus();
-                        let to = free.validate_released(was, ctx)?;
-                        let is_validated = free.under_validation().is_some();
-                        let step = free.change_phase(to, StateCode::QuarantineReleased, reason, ctx).audit(audit);
-                        Ok(if is_validated { step.effect(Effect::WakeNode(self.id)) } else { step })
-                    }
-                }
-            }
-            Phase::Registered
-            | Phase::BootstrapIssued { .. }
-            | Phase::Enrolling { .. }
-            | Phase::Active
-            | Phase::Offline
-            | Phase::Draining { .. }
-            | Phase::Retired
-            | Phase::Removing { .. }
-            | Phase::Removed => Err(self.wrong_state(CommandName::ReleaseQuarantine)),
-        }
-    }
-
-    /// Checks that it may take tenants (again).
-    fn check_fit_for_tenants(&self, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
-        let not = |why: String| Err(Rejection::NotInOrder { why });
-        let remains = self.holds.iter().find(|(_, hold)| matches!(hold.phase, HoldPhase::Abandoned { .. }));
-        if let Some((allocation_id, _)) = remains {
-            return not(format!("there is no clean-up proof of allocation {allocation_id} yet"));
-        }
-        if self.reimage.is_some() {
-            return not("its machine is being reinstalled; retire the node to end that".to_owned());
-        }
-        if let Some(why) = self.mismatch() {
-            return not(why);
-        }
-        if self.is_machine_critical() {
-            return not("the agent reports critical health".to_owned());
-        }
-        if let Some(altered) = self.integrity_fault() {
-            return not(altered);
-        }
-        if let Some(unmonitored) = self.unmonitored() {
-            return not(unmonitored);
-        }
-        match &self.seen {
-            Some(seen) if seen.silent_at > ctx.now => Ok(()),
-            Some(_) | None => not("the agent has been silent; start it and try again".to_owned()),
-        }
-    }
-
-    fn is_release_overdue(&self, ctx: &TransitionContext<'_>) -> bool {
-        self.machine.as_ref().is_some_and(|machine| machine.is_held() && machine.until <= ctx.now)
-    }
-
-    pub(super) const fn may_be_quarantined(&self) -> bool {
-        !self.life.is_gone()
     }
 }

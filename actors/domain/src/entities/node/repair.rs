@@ -5,16 +5,31 @@
 //! policy `node.repair_delay_seconds`. After the attempts of policy `node.repair_attempts` an operator takes
 //! over.
 
-use super::{HoldAuthor, Node, NodeFinding, NodeTaskPhase, Phase, TaskOutcome};
+mod gpu_reset;
+
+use super::{NodeFinding, TaskEnd, outcome};
 use crate::audit::{AuditAction, AuditRecord};
-use crate::finding::Repair;
+use crate::finding;
 use crate::id::TaskId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Timestamp, TransitionContext};
-use crate::task_type::TaskType;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+
+pub use gpu_reset::{GpuReset, GpuResetPhase};
+
+pub(super) use gpu_reset::ResetStep;
+
+/// The part of a node that repairs its machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MachineRepair {
+    /// The repair of its findings by reboots.
+    pub of_machine: Option<NodeRepair>,
+    /// The last reset of each GPU, by UUID.
+    pub gpu_resets: BTreeMap<String, GpuReset>,
+}
 
 /// Attempts that began within this time count together: a fault that returns after a longer time is another one.
 const ATTEMPTS_COUNT_FOR: TimeDelta = TimeDelta::hours(24);
@@ -54,17 +69,33 @@ impl RepairPhase {
     }
 }
 
-/// What the result of a repair's task is, if it has one.
-enum TaskEnd {
-    None,
-    Succeeded,
-    Failed,
+/// What a repair has to know of the machine.
+pub(super) struct RepairView<'a> {
+    pub(super) findings: &'a [NodeFinding],
+    /// The GPUs that the agent lists, by UUID.
+    pub(super) listed: BTreeSet<&'a str>,
+    /// The machine as a whole has failed.
+    pub(super) is_critical: bool,
+    /// The agent supports the reset of a GPU.
+    pub(super) can_reset: bool,
 }
 
-impl Node {
-    /// Why its repair excludes a new allocation; `None` where it does not.
-    pub(super) fn under_repair(&self) -> Option<String> {
-        let repair = self.repair.as_ref()?;
+/// What a repair wants next.
+pub(super) enum RepairStep {
+    Reboot,
+    Validate,
+    /// The finding is over and the machine was validated.
+    Succeed,
+    /// An operator takes over.
+    GiveUp,
+    /// An operator has cleared the finding, or it is over.
+    Forget,
+}
+
+impl MachineRepair {
+    /// Why it excludes a new allocation; `None` where it does not.
+    pub(super) fn obstacle(&self) -> Option<String> {
+        let repair = self.of_machine.as_ref()?;
         let step = match repair.phase {
             RepairPhase::Rebooting { .. } => "rebooted",
             RepairPhase::Validating { .. } => "validated",
@@ -74,123 +105,109 @@ impl Node {
     }
 
     /// Since when an operator has to repair it.
-    pub(super) fn repair_deadline(&self) -> Option<Deadline> {
-        let NodeRepair { attempts, phase: RepairPhase::AwaitsOperator { since }, .. } = self.repair.as_ref()? else {
+    pub(super) fn deadline(&self, view: &RepairView<'_>) -> Option<Deadline> {
+        let NodeRepair { attempts, phase: RepairPhase::AwaitsOperator { since }, .. } = self.of_machine.as_ref()?
+        else {
             return None;
         };
-        let what = self.repairable().unwrap_or_else(|| "a failed validation".to_owned());
+        let what = self.repairable(view).unwrap_or_else(|| "a failed validation".to_owned());
         let why = format!("{attempts} repairs have not ended {what}: repair the machine, then clear the finding");
         Some(Deadline::new(*since, why))
     }
 
-    /// The next step of its repair, with its audit record.
-    pub(super) fn advance_repair(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let (repairable, may_begin) = (self.repairable(), self.is_repair_confirmed(ctx));
-        let phase = self.repair.as_ref().map(|repair| repair.phase.clone());
-        match (phase, repairable) {
-            (Some(RepairPhase::Rebooting { task_id }), _) => match self.end_of(task_id) {
-                TaskEnd::None => None,
-                TaskEnd::Succeeded => self.validate_repair(ctx),
-                // The finding is over all the same: the machine is not rebooted for nothing.
-                TaskEnd::Failed if self.repairable().is_none() => self.validate_repair(ctx),
-                TaskEnd::Failed => self.begin_or_give_up(ctx),
-            },
-            (Some(RepairPhase::Validating { task_id }), repairable) => match (self.end_of(task_id), repairable) {
-                (TaskEnd::None, _) => None,
-                (TaskEnd::Succeeded, None) => self.enter_repair_phase(RepairPhase::Succeeded),
-                (TaskEnd::Succeeded, Some(_)) if may_begin => self.begin_or_give_up(ctx),
-                (TaskEnd::Succeeded, Some(_)) => None,
-                (TaskEnd::Failed, _) => self.give_up(ctx),
-            },
-            (Some(RepairPhase::AwaitsOperator { .. }), Some(_)) => None,
-            // An operator has cleared the finding, or it is over.
-            (Some(RepairPhase::AwaitsOperator { .. }), None) if !self.is_held_by(HoldAuthor::Validation) => {
-                self.repair = None;
-                Some(self.audit(AuditAction::NodesRepair, json!({ "step": "finding_over" })))
-            }
-            (Some(RepairPhase::AwaitsOperator { .. } | RepairPhase::Succeeded) | None, None) => None,
-            (Some(RepairPhase::Succeeded) | None, Some(_)) if may_begin && self.may_be_repaired() => {
-                self.begin_or_give_up(ctx)
-            }
-            (Some(RepairPhase::Succeeded) | None, Some(_)) => None,
+    /// The task whose result it waits for.
+    pub(super) fn pending_task(&self) -> Option<TaskId> {
+        match self.of_machine.as_ref()?.phase {
+            RepairPhase::Rebooting { task_id } | RepairPhase::Validating { task_id } => Some(task_id),
+            RepairPhase::Succeeded | RepairPhase::AwaitsOperator { .. } => None,
         }
+    }
+
+    /// What it wants next. The task that it awaits has ended as `end` says; `is_free`: no tenant and no other task is in the way of a reboot;
+    /// `is_held`: a failed validation holds the node.
+    pub(super) fn next_step(
+        &self,
+        view: &RepairView<'_>,
+        end: Option<TaskEnd>,
+        (is_free, is_held): (bool, bool),
+        ctx: &TransitionContext<'_>,
+    ) -> Option<RepairStep> {
+        let (repairable, may_begin) = (self.repairable(view).is_some(), self.is_confirmed(view, ctx));
+        match self.of_machine.as_ref().map(|repair| &repair.phase) {
+            Some(RepairPhase::Rebooting { .. }) => match end? {
+                TaskEnd::Succeeded => Some(RepairStep::Validate),
+                // The finding is over all the same: the machine is not rebooted for nothing.
+                TaskEnd::Failed(_) | TaskEnd::Forgotten if !repairable => Some(RepairStep::Validate),
+                TaskEnd::Failed(_) | TaskEnd::Forgotten => self.reboot_or_give_up(ctx),
+            },
+            Some(RepairPhase::Validating { .. }) => match (end?, repairable) {
+                (TaskEnd::Succeeded, false) => Some(RepairStep::Succeed),
+                (TaskEnd::Succeeded, true) if may_begin => self.reboot_or_give_up(ctx),
+                (TaskEnd::Succeeded, true) => None,
+                (TaskEnd::Failed(_) | TaskEnd::Forgotten, _) => Some(RepairStep::GiveUp),
+            },
+            Some(RepairPhase::AwaitsOperator { .. }) => (!repairable && !is_held).then_some(RepairStep::Forget),
+            Some(RepairPhase::Succeeded) | None if repairable && may_begin && is_free => self.reboot_or_give_up(ctx),
+            Some(RepairPhase::Succeeded) | None => None,
+        }
+    }
+
+    fn reboot_or_give_up(&self, ctx: &TransitionContext<'_>) -> Option<RepairStep> {
+        let most = ctx.policy.int(PolicyKey::NodeRepairAttempts, &Scopes::global(), ctx.now);
+        match self.attempts(ctx.now) {
+            attempts if i64::from(attempts) < most => Some(RepairStep::Reboot),
+            // Without any attempt, operators repair by themselves.
+            0 => None,
+            _ => Some(RepairStep::GiveUp),
+        }
+    }
+
+    fn attempts(&self, now: Timestamp) -> u32 {
+        let lately = self.of_machine.as_ref().filter(|repair| now < repair.begun_at + ATTEMPTS_COUNT_FOR);
+        lately.map_or(0, |repair| repair.attempts)
+    }
+
+    /// The reboot was ordered.
+    pub(super) fn begin(&mut self, task_id: TaskId, finding: Option<&str>, ctx: &TransitionContext<'_>) -> AuditRecord {
+        let attempts = self.attempts(ctx.now) + 1;
+        let phase = RepairPhase::Rebooting { task_id };
+        self.of_machine = Some(NodeRepair { attempts, begun_at: ctx.now, phase });
+        let metadata = json!({
+            "step": "rebooting", "attempt": attempts, "task_id": task_id, "finding": finding,
+        });
+        outcome::audit(AuditAction::NodesRepair, metadata, ctx)
+    }
+
+    pub(super) fn enter(&mut self, phase: RepairPhase, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
+        let repair = self.of_machine.as_mut()?;
+        let metadata = json!({ "step": phase.name(), "attempt": repair.attempts });
+        repair.phase = phase;
+        Some(outcome::audit(AuditAction::NodesRepair, metadata, ctx))
+    }
+
+    pub(super) fn forget(&mut self, ctx: &TransitionContext<'_>) -> AuditRecord {
+        self.of_machine = None;
+        outcome::audit(AuditAction::NodesRepair, json!({ "step": "finding_over" }), ctx)
     }
 
     /// What takes it or a GPU out of rent and is for a reboot to repair.
-    fn repairable(&self) -> Option<String> {
+    pub(super) fn repairable(&self, view: &RepairView<'_>) -> Option<String> {
         if let Some(uuid) = self.unfit_gpu() {
             return Some(format!("the failed validation of {uuid} after its reset"));
         }
-        let known = self.findings_for_a_reboot().next()?;
+        let known = self.findings_for_a_reboot(view).next()?;
         Some(format!("{}/{}", known.reported.probe, known.reported.code))
     }
 
-    fn findings_for_a_reboot(&self) -> impl Iterator<Item = &NodeFinding> {
-        self.findings
+    fn findings_for_a_reboot<'a>(&'a self, view: &'a RepairView<'_>) -> impl Iterator<Item = &'a NodeFinding> {
+        view.findings
             .iter()
-            .filter(|known| matches!(known.repair(), Repair::Reset | Repair::Reboot) && known.prevents_allocation())
-            .filter(|known| !self.is_left_to_a_reset(known))
+            .filter(|known| matches!(known.repair(), finding::Repair::Reset | finding::Repair::Reboot))
+            .filter(|known| known.prevents_allocation() && !self.is_left_to_a_reset(known, view))
     }
 
     /// True where a second look agrees with the first. A failed validation is one after the finding for which its GPU was reset.
-    fn is_repair_confirmed(&self, ctx: &TransitionContext<'_>) -> bool {
-        self.unfit_gpu().is_some() || self.findings_for_a_reboot().any(|known| known.is_confirmed(ctx))
-    }
-
-    /// True where no tenant and no other task is in the way. Holds of any author are not: they are not lifted either.
-    fn may_be_repaired(&self) -> bool {
-        let life = if let Phase::Quarantined { was } = &self.life { was } else { &self.life };
-        let open = self.tasks.values().any(|task| {
-            matches!(task.task_type, TaskType::NodeReboot | TaskType::NodeValidate | TaskType::NodeGpuReset)
-                && !matches!(task.phase, NodeTaskPhase::Ended { .. })
-        });
-        let is_free = self.holds.is_empty() && self.gpus_in_reset().next().is_none();
-        *life == Phase::Active && is_free && !open && self.lacks_task_type(TaskType::NodeReboot).is_none()
-    }
-
-    fn begin_or_give_up(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let most = ctx.policy.int(PolicyKey::NodeRepairAttempts, &Scopes::global(), ctx.now);
-        let lately = self.repair.as_ref().filter(|repair| ctx.now < repair.begun_at + ATTEMPTS_COUNT_FOR);
-        let attempts = lately.map_or(0, |repair| repair.attempts);
-        if i64::from(attempts) >= most {
-            // Without any attempt, operators repair by themselves.
-            return if attempts == 0 { None } else { self.give_up(ctx) };
-        }
-        let task_id = self.add_task(TaskType::NodeReboot, None, ctx)?;
-        let phase = RepairPhase::Rebooting { task_id };
-        self.repair = Some(NodeRepair { attempts: attempts + 1, begun_at: ctx.now, phase });
-        let finding = self.repairable();
-        Some(self.audit(
-            AuditAction::NodesRepair,
-            json!({ "step": "rebooting", "attempt": attempts + 1, "task_id": task_id, "finding": finding }),
-        ))
-    }
-
-    fn validate_repair(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let task_id = self.add_validation(self.required_level(), ctx)?;
-        self.enter_repair_phase(RepairPhase::Validating { task_id })
-    }
-
-    fn give_up(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let audit = self.enter_repair_phase(RepairPhase::AwaitsOperator { since: ctx.now });
-        if let Some(deadline) = self.repair_deadline() {
-            self.explain_hold(HoldAuthor::Health, &deadline.reason);
-        }
-        audit
-    }
-
-    fn enter_repair_phase(&mut self, phase: RepairPhase) -> Option<AuditRecord> {
-        let repair = self.repair.as_mut()?;
-        let metadata = json!({ "step": phase.name(), "attempt": repair.attempts });
-        repair.phase = phase;
-        Some(self.audit(AuditAction::NodesRepair, metadata))
-    }
-
-    fn end_of(&self, task_id: TaskId) -> TaskEnd {
-        match self.tasks.get(&task_id).map(|task| &task.phase) {
-            Some(NodeTaskPhase::Open | NodeTaskPhase::AwaitsOperator { .. }) => TaskEnd::None,
-            Some(NodeTaskPhase::Ended { verdict: TaskOutcome::Succeeded { .. }, .. }) => TaskEnd::Succeeded,
-            Some(NodeTaskPhase::Ended { verdict: TaskOutcome::Failed { .. }, .. }) | None => TaskEnd::Failed,
-        }
+    fn is_confirmed(&self, view: &RepairView<'_>, ctx: &TransitionContext<'_>) -> bool {
+        self.unfit_gpu().is_some() || self.findings_for_a_reboot(view).any(|known| known.is_confirmed(ctx))
     }
 }

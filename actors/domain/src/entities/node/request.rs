@@ -1,14 +1,14 @@
 //! What administrators and the agent ask of a node.
 
 use super::{
-    AgentContact, CertificateRecord, Enrollment, IdentityRecovery, Node, NodeHealth, PreparedMachine, ProbeOutcome,
-    ProofGap, Registration, Reissue, Rejection, Reply, ReportedInventory, TaskOutcome, report_reasons,
+    AgentContact, CertificateRecord, IdentityRecovery, NodeHealth, PreparedMachine, ProbeOutcome, ProofGap,
+    Registration, ReportedInventory, TaskOutcome,
 };
 use crate::authz::Action;
 use crate::id::{FindingId, TaskId, TokenId};
 use crate::metadata::MetadataPatch;
 use crate::package_digest::PackageDigest;
-use crate::state_machine::{self, Transition, TransitionContext};
+use crate::state_machine;
 use crate::task_type::TaskType;
 use crate::validation::ValidationLevel;
 use serde::{Deserialize, Serialize};
@@ -148,6 +148,30 @@ pub enum Request {
     },
 }
 
+/// An agent's enrollment, with the certificate that the edge has prepared for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Enrollment {
+    pub token_sha256: [u8; 32],
+    pub csr_sha256: [u8; 32],
+    pub issued: CertificateRecord,
+    pub recovery_public_key: String,
+    pub boot_id: String,
+    pub agent_version: String,
+    pub protocol: u16,
+    pub inventory: ReportedInventory,
+}
+
+/// A token that replaces the node's token.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reissue {
+    pub token_id: TokenId,
+    pub token_sha256: [u8; 32],
+    pub ttl_seconds: Option<u32>,
+    pub reason: String,
+    /// Revokes the node's current certificates too, at once.
+    pub revoke_current_certificate: bool,
+}
+
 impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
@@ -175,53 +199,6 @@ impl state_machine::Request for Request {
             | Self::Report { .. }
             | Self::Identify { .. }
             | Self::PresentToken { .. } => Action::SpeakForNode,
-        }
-    }
-}
-
-impl Node {
-    pub(super) fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match request {
-            Request::Register { .. } => Err(Rejection::Exists),
-            Request::Revise { host, port, ssh_username, probe, metadata, if_version } => {
-                self.revise((host, port, ssh_username), probe, metadata, if_version, ctx)
-            }
-            Request::IssueToken { token_id, token_sha256, ttl_seconds } => {
-                self.issue_token(token_id, token_sha256, ttl_seconds, ctx)
-            }
-            Request::Reissue(asked) => self.reissue(*asked, ctx),
-            Request::Retire { reason, drain } => self.retire(&reason, drain, ctx),
-            Request::Reactivate { reason } => self.reactivate(&reason, ctx),
-            Request::Remove { reason } => self.remove(&reason, ctx),
-            Request::Quarantine { reason } => self.quarantine(&reason, ctx),
-            Request::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
-            Request::ClearFinding { finding_id, reason } => self.clear_finding(finding_id, &reason, ctx),
-            Request::Reimage { reason } => self.order_reimage(&reason, ctx),
-            Request::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
-            Request::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
-            Request::Validate { level, reason } => self.order_validation(level, &reason, ctx),
-            Request::UpdateAgent { digest, force, reason } => self.order_update(digest, force, &reason, ctx),
-            Request::ResetGpu { gpu_uuid, reason } => self.order_gpu_reset(&gpu_uuid, &reason, ctx),
-            Request::Enroll(enrollment) => self.enroll(*enrollment, ctx),
-            Request::Recover(recovery) => self.recover(*recovery, ctx),
-            Request::Renew { serial, issued } => self.renew(&serial, issued, ctx),
-            Request::Poll { serial } => self.poll(&serial, ctx),
-            Request::Heartbeat { serial, seen, inventory, health } => {
-                self.heartbeat(&serial, *seen, *inventory, *health, ctx)
-            }
-            Request::Report { serial, task_id, attempt, verdict, output, unproved } => {
-                let mut step = self.report(&serial, (task_id, attempt), verdict, (output, unproved.as_deref()), ctx)?;
-                step.why = report_reasons::why(task_id, &step.why);
-                Ok(step)
-            }
-            Request::Identify { serial } => {
-                self.check_certificate(&serial, ctx)?;
-                Ok(Transition::stay(Reply::Done))
-            }
-            Request::PresentToken { token_sha256 } => {
-                self.check_token(&token_sha256, ctx)?;
-                Ok(Transition::stay(Reply::Done))
-            }
         }
     }
 }

@@ -1,25 +1,30 @@
-//! Tasks of the node itself, not of a tenant: ordered by an administrator, with the result in the node's own state.
+//! Tasks of the node itself, not of a tenant: ordered by an administrator or by another part, with the result in the node's own state.
 //!
 //! A task without a result in time is handled as its type says ([`StaleTaskAction`]). One that must not happen twice waits until an
 //! operator has checked and resumes it, and is shown as overdue.
 
-use super::{
-    AgentTask, AgentUpdate, CommandName, Node, PendingTask, Rejection, Reply, StateCode, TaskKind, TaskOutcome,
-    ValidationOrder,
-};
-use crate::audit::AuditAction;
-use crate::id::TaskId;
+use super::{AgentTask, AgentUpdate, PendingTask, Rejection, TaskKind, TaskOutcome, ValidationOrder, outcome};
+use crate::audit::{AuditAction, AuditRecord};
+use crate::id::{RolloutId, TaskId};
 use crate::policy::{PolicyKey, Scopes};
-use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
+use crate::state_machine::{Deadline, Timestamp, TransitionContext};
 use crate::task_type::{StaleTaskAction, TaskType};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// The bound of tasks without a result.
 const MAX_OPEN: usize = 8;
 /// The bound of remembered results.
 const MAX_ENDED: usize = 8;
+
+/// The part of a node that knows its own tasks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tasks {
+    /// Those without a result, and the last results.
+    pub by_id: BTreeMap<TaskId, NodeTask>,
+}
 
 /// A task of the node itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,6 +62,33 @@ pub enum NodeTaskPhase {
     },
 }
 
+/// What a task is about, beside its type.
+#[derive(Default)]
+pub(super) struct TaskSubject<'a> {
+    /// Of a task `agent.update`.
+    pub(super) update: Option<AgentUpdate>,
+    /// Of a task `node.validate` with load.
+    pub(super) validation: Option<ValidationOrder>,
+    /// The one GPU that it is about.
+    pub(super) gpu_uuid: Option<&'a str>,
+}
+
+/// A task without a result in time, and what has happened with it.
+pub(super) struct StaleTask {
+    pub(super) task_id: TaskId,
+    pub(super) task_type: TaskType,
+    pub(super) action: StaleTaskAction,
+}
+
+/// How a task ended.
+pub(super) enum TaskEnd {
+    Succeeded,
+    /// With the agent's code and message.
+    Failed(String),
+    /// Its result is not remembered.
+    Forgotten,
+}
+
 impl NodeTask {
     const fn is_open(&self) -> bool {
         matches!(self.phase, NodeTaskPhase::Open)
@@ -69,199 +101,147 @@ impl NodeTask {
     fn is_overdue(&self, now: Timestamp) -> bool {
         self.is_open() && self.work.deadline_at <= now
     }
+
+    fn requeue(&mut self, ctx: &TransitionContext<'_>) {
+        self.work.attempt = self.work.attempt.saturating_add(1);
+        self.work.ordered_at = ctx.now;
+        let load_time = self.validation.as_ref().map_or_else(TimeDelta::zero, ValidationOrder::load_time);
+        self.work.deadline_at = ctx.now + task_time(self.update.as_ref(), ctx) + load_time;
+        self.phase = NodeTaskPhase::Open;
+    }
+
+    /// The result of an update that failed: its code and its message.
+    #[must_use]
+    pub fn failure(&self) -> Option<(&str, &str)> {
+        match &self.phase {
+            NodeTaskPhase::Ended { verdict: TaskOutcome::Failed { code, message }, .. } => Some((code, message)),
+            NodeTaskPhase::Ended { verdict: TaskOutcome::Succeeded { .. }, .. }
+            | NodeTaskPhase::Open
+            | NodeTaskPhase::AwaitsOperator { .. } => None,
+        }
+    }
 }
 
-impl Node {
-    pub(super) fn order_task(
-        &self,
-        task_type: TaskType,
-        reason: &str,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        if self.life.has_no_identity() || self.life.is_gone() {
-            return Err(self.wrong_state(CommandName::OrderTask));
-        }
-        if !TaskType::ORDERED.contains(&task_type) {
-            return Err(Rejection::NotOrdered { task_type });
-        }
-        let (next, task_id) = self.with_task(task_type, None, ctx)?;
-        let metadata = json!({ "task_id": task_id, "task_type": task_type, "reason": reason });
-        let audit = self.audit(AuditAction::NodesOrderTask, metadata);
-        Ok(next.task_transition(task_id, format!("{task_type} was ordered: {reason}")).audit(audit))
-    }
-
-    /// The node with one more open task of its own.
-    pub(super) fn with_task(
-        &self,
-        task_type: TaskType,
-        update: Option<AgentUpdate>,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<(Self, TaskId), Rejection> {
-        let mut next = self.clone();
-        match next.add_task(task_type, update, ctx) {
-            Some(task_id) => Ok((next, task_id)),
-            None => Err(Self::too_many_tasks()),
-        }
-    }
-
-    pub(super) const fn too_many_tasks() -> Rejection {
+impl Tasks {
+    pub(super) const fn too_many() -> Rejection {
         Rejection::TooManyTasks { limit: MAX_OPEN }
     }
 
-    /// Adds a task for the agent; `None` where too many have no result.
-    pub(super) fn add_task(
+    /// Adds a task for the agent, which is in this boot; `None` where too many have no result.
+    pub(super) fn add(
         &mut self,
         task_type: TaskType,
-        update: Option<AgentUpdate>,
+        subject: TaskSubject<'_>,
+        boot_id: Option<&str>,
         ctx: &TransitionContext<'_>,
     ) -> Option<TaskId> {
-        if self.tasks.values().filter(|task| !task.has_ended()).count() >= MAX_OPEN {
+        if self.by_id.values().filter(|task| !task.has_ended()).count() >= MAX_OPEN {
             return None;
         }
         let task_id = TaskId(ctx.new_id(0));
+        self.insert(task_id, task_type, subject, boot_id, ctx);
+        self.forget_old();
+        Some(task_id)
+    }
+
+    /// Adds the validation of a reinstalled machine, however many tasks have no result.
+    pub(super) fn add_system_validation(
+        &mut self,
+        order: ValidationOrder,
+        boot_id: Option<&str>,
+        ctx: &TransitionContext<'_>,
+    ) {
+        let subject = TaskSubject { validation: Some(order), ..TaskSubject::default() };
+        self.insert(TaskId(ctx.new_id(1)), TaskType::NodeValidate, subject, boot_id, ctx);
+    }
+
+    fn insert(
+        &mut self,
+        task_id: TaskId,
+        task_type: TaskType,
+        subject: TaskSubject<'_>,
+        boot_id: Option<&str>,
+        ctx: &TransitionContext<'_>,
+    ) {
+        let TaskSubject { update, validation, gpu_uuid } = subject;
+        // The validation of one GPU has the time of any other task.
+        let load = validation.filter(|_| gpu_uuid.is_none()).map_or_else(TimeDelta::zero, |order| order.load_time());
         let work = PendingTask {
             task_id,
             attempt: 1,
             ordered_at: ctx.now,
-            deadline_at: ctx.now + task_time(update.as_ref(), ctx),
+            deadline_at: ctx.now + task_time(update.as_ref(), ctx) + load,
             origin: Some(ctx.origin()),
         };
-        let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
+        let (boot_id, gpu_uuid) = (boot_id.map(str::to_owned), gpu_uuid.map(str::to_owned));
         let phase = NodeTaskPhase::Open;
-        let task = NodeTask { task_type, work, boot_id, update, validation: None, gpu_uuid: None, phase };
-        self.tasks.insert(task_id, task);
-        self.forget_old_tasks();
-        Some(task_id)
+        self.by_id.insert(task_id, NodeTask { task_type, work, boot_id, update, validation, gpu_uuid, phase });
     }
 
-    pub(super) fn resume_task(
-        &self,
-        task_id: TaskId,
-        reason: &str,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        let Some(task) = self.tasks.get(&task_id) else { return Err(Rejection::TaskUnknown) };
+    /// An operator resumes a task that waits for one. Returns its type.
+    pub(super) fn resume(&mut self, task_id: TaskId, ctx: &TransitionContext<'_>) -> Result<TaskType, Rejection> {
+        let Some(task) = self.by_id.get_mut(&task_id) else { return Err(Rejection::TaskUnknown) };
+        let refused = |why: &str| Err(Rejection::TaskDoesNotWait { why: why.to_owned() });
         match task.phase {
-            NodeTaskPhase::AwaitsOperator { .. } => {}
-            NodeTaskPhase::Open => return Err(Rejection::TaskDoesNotWait { why: "it is with the agent".to_owned() }),
-            NodeTaskPhase::Ended { .. } => {
-                return Err(Rejection::TaskDoesNotWait { why: "the agent has reported on it".to_owned() });
-            }
+            NodeTaskPhase::AwaitsOperator { .. } => task.requeue(ctx),
+            NodeTaskPhase::Open => return refused("it is with the agent"),
+            NodeTaskPhase::Ended { .. } => return refused("the agent has reported on it"),
         }
-        let mut next = self.clone();
-        if let Some(task) = next.tasks.get_mut(&task_id) {
-            task.requeue(ctx);
-        }
-        let metadata = json!({ "task_id": task_id, "task_type": task.task_type, "reason": reason });
-        let audit = self.audit(AuditAction::NodesResumeTask, metadata);
-        Ok(next.task_transition(task_id, format!("an operator resumed {}: {reason}", task.task_type)).audit(audit))
+        Ok(task.task_type)
     }
 
-    pub(super) fn task_transition(self, task_id: TaskId, why: String) -> Transition<Self> {
-        let wake = Effect::WakeNode(self.id);
-        let reply = Reply::Task { task_id, node: Box::new(self.clone()) };
-        Transition::to(self, reply, why).effect(wake)
-    }
-
-    /// The result of a task of the node itself.
-    pub(super) fn task_reported(
-        &self,
-        task_id: TaskId,
-        attempt: u32,
-        verdict: TaskOutcome,
-        output: Option<Value>,
-        ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        let Some(task) = self.tasks.get(&task_id) else { return Err(Rejection::TaskUnknown) };
+    /// The task of which a result of this attempt is reported.
+    pub(super) fn reported(&self, task_id: TaskId, attempt: u32) -> Result<&NodeTask, Rejection> {
+        let Some(task) = self.by_id.get(&task_id) else { return Err(Rejection::TaskUnknown) };
         if attempt != task.work.attempt || task.has_ended() {
             return Err(Rejection::StaleAttempt { given: attempt, current: task.work.attempt });
         }
-        let task_type = task.task_type;
-        let (verdict, validation) = self.judged(task, verdict, output.as_ref(), ctx);
-        let why = match &verdict {
-            TaskOutcome::Succeeded { .. } => format!("the agent did {task_type}"),
-            TaskOutcome::Failed { code, message } => format!("{task_type} failed ({code}): {message}"),
-        };
-        let of_update = self.update_event(task, &verdict);
-        let is_validated = self.is_validated_by(task, &verdict, ctx);
-        let mut next = self.clone();
-        if is_validated && task.validation.is_some() {
-            next.forget_unfit_gpus();
-        }
-        if let Some(validation) = validation {
-            next.note_validation(validation);
-        }
-        let unfit = match (&verdict, task_type) {
-            (TaskOutcome::Failed { message, .. }, TaskType::NodeValidate)
-                if task.gpu_uuid.is_none() && self.may_be_quarantined() =>
-            {
-                Some(message.clone())
-            }
-            _ => None,
-        };
-        next.end_rollout_update(task_id, &verdict);
-        if let Some(task) = next.tasks.get_mut(&task_id) {
-            task.phase = NodeTaskPhase::Ended { at: ctx.now, verdict, output };
-        }
-        next.forget_old_tasks();
-        let Some(unfit) = unfit else {
-            let (events, audits) = if is_validated { next.follow_validation(ctx) } else { (Vec::new(), Vec::new()) };
-            let step = Transition::to(next, Reply::Done, why);
-            let step = of_update.into_iter().chain(events).fold(step, Transition::event);
-            return Ok(audits.into_iter().fold(step, Transition::audit));
-        };
-        let message = next.unfit_message(&unfit);
-        let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);
-        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "code": StateCode::ValidationFailed }));
-        let step = Transition::to(next, Reply::Done, why).audit(audit);
-        Ok(event.into_iter().fold(step, Transition::event))
+        Ok(task)
     }
 
-    /// Handles overdue tasks as their type says, as part of this transition.
-    pub(super) fn expire_stale_tasks(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+    pub(super) fn end(&mut self, task_id: TaskId, verdict: TaskOutcome, output: Option<Value>, now: Timestamp) {
+        if let Some(task) = self.by_id.get_mut(&task_id) {
+            task.phase = NodeTaskPhase::Ended { at: now, verdict, output };
+        }
+        self.forget_old();
+    }
+
+    /// Handles overdue tasks as their type says. `lacks` says why the agent does not support a type of tasks.
+    pub(super) fn expire_stale(
+        &mut self,
+        lacks: impl Fn(TaskType) -> Option<String>,
+        ctx: &TransitionContext<'_>,
+    ) -> Vec<StaleTask> {
         let mut stale = Vec::new();
-        let withheld = next.clone();
-        for (task_id, task) in next.tasks.iter_mut().filter(|(_, task)| task.is_overdue(ctx.now)) {
-            let when_stale = task.task_type.when_stale();
-            match when_stale {
-                StaleTaskAction::Requeue => match withheld.lacks_task_type(task.task_type) {
-                    None => task.requeue(ctx),
-                    // It was not dispatched, and would not be.
-                    Some(message) => {
-                        let verdict = TaskOutcome::Failed { code: "task_type_unknown".to_owned(), message };
-                        task.phase = NodeTaskPhase::Ended { at: ctx.now, verdict, output: None };
+        for (task_id, task) in self.by_id.iter_mut().filter(|(_, task)| task.is_overdue(ctx.now)) {
+            let action = task.task_type.when_stale();
+            let failed = match action {
+                StaleTaskAction::Requeue => match lacks(task.task_type) {
+                    None => {
+                        task.requeue(ctx);
+                        None
                     }
+                    // It was not dispatched, and would not be.
+                    Some(message) => Some(("task_type_unknown", message)),
                 },
-                StaleTaskAction::AwaitOperator => task.phase = NodeTaskPhase::AwaitsOperator { since: ctx.now },
-                StaleTaskAction::Expire => {
-                    let (code, message) = ("expired".to_owned(), "The agent did not report in time.".to_owned());
-                    let verdict = TaskOutcome::Failed { code, message };
-                    task.phase = NodeTaskPhase::Ended { at: ctx.now, verdict, output: None };
+                StaleTaskAction::AwaitOperator => {
+                    task.phase = NodeTaskPhase::AwaitsOperator { since: ctx.now };
+                    None
                 }
+                StaleTaskAction::Expire => Some(("expired", "The agent did not report in time.".to_owned())),
+            };
+            if let Some((code, message)) = failed {
+                let verdict = TaskOutcome::Failed { code: code.to_owned(), message };
+                task.phase = NodeTaskPhase::Ended { at: ctx.now, verdict, output: None };
             }
-            stale.push((*task_id, task.task_type, when_stale));
+            stale.push(StaleTask { task_id: *task_id, task_type: task.task_type, action });
         }
-        if stale.is_empty() {
-            return step;
-        }
-        let stalled = stale.iter().filter(|(_, _, action)| *action == StaleTaskAction::AwaitOperator);
-        let of_rollouts: Vec<_> = stalled.filter_map(|(task_id, ..)| next.stall_rollout_update(*task_id)).collect();
-        let why = if step.next.is_some() { step.why.clone() } else { "tasks were not reported on in time".to_owned() };
-        let step = of_rollouts.into_iter().fold(Transition { next: Some(next), why, ..step }, Transition::event);
-        stale.into_iter().fold(step, |step, (task_id, task_type, when_stale)| match when_stale {
-            StaleTaskAction::Requeue => step.effect(Effect::WakeNode(self.id)),
-            StaleTaskAction::AwaitOperator => {
-                let metadata = json!({ "task_id": task_id, "task_type": task_type });
-                step.audit(self.audit(AuditAction::NodesStallTask, metadata))
-            }
-            StaleTaskAction::Expire => step,
-        })
+        stale
     }
 
-    /// The node's own tasks for the agent.
-    pub(super) fn node_tasks(&self) -> impl Iterator<Item = AgentTask> + '_ {
-        let open = self.tasks.values().filter(|task| task.is_open());
+    /// The tasks for the agent.
+    pub(super) fn open(&self) -> impl Iterator<Item = AgentTask> + '_ {
+        let open = self.by_id.values().filter(|task| task.is_open());
         open.map(|task| AgentTask {
             work: task.work.clone(),
             what: TaskKind::OfNode {
@@ -275,48 +255,90 @@ impl Node {
     }
 
     /// When the next task is overdue.
-    pub(super) fn task_due_at(&self) -> Option<Timestamp> {
-        self.tasks.values().filter(|task| task.is_open()).map(|task| task.work.deadline_at).min()
+    pub(super) fn due_at(&self) -> Option<Timestamp> {
+        self.by_id.values().filter(|task| task.is_open()).map(|task| task.work.deadline_at).min()
     }
 
     /// The task that an operator has to check now or later: a task that can be retried needs no operator, a task type that the agent does
-    /// not support needs an upgrade.
-    pub(super) fn task_deadline(&self) -> Option<Deadline> {
-        let waits = self.tasks.values().filter_map(|task| match task.phase {
-            NodeTaskPhase::AwaitsOperator { since } => {
-                let of_the_agent =
-                    self.lacks_task_type(task.task_type).map(|why| format!("; {why}")).unwrap_or_default();
-                let why = format!("{} was not reported on: look and resume it{of_the_agent}", task.task_type);
-                Some(Deadline::new(since, why))
+    /// not support needs an upgrade. `lacks` says why the agent does not support a type of tasks.
+    pub(super) fn deadline(&self, lacks: impl Fn(TaskType) -> Option<String>) -> Option<Deadline> {
+        let waits = self.by_id.values().filter_map(|task| {
+            let lacks = lacks(task.task_type);
+            match task.phase {
+                NodeTaskPhase::AwaitsOperator { since } => {
+                    let of_the_agent = lacks.map(|why| format!("; {why}")).unwrap_or_default();
+                    let why = format!("{} was not reported on: look and resume it{of_the_agent}", task.task_type);
+                    Some(Deadline::new(since, why))
+                }
+                NodeTaskPhase::Open => {
+                    let waits_for_operator = task.task_type.when_stale() == StaleTaskAction::AwaitOperator;
+                    let unreported = || format!("{} was not reported on yet", task.task_type);
+                    let why = lacks.or_else(|| waits_for_operator.then(unreported))?;
+                    Some(Deadline::new(task.work.deadline_at, why))
+                }
+                NodeTaskPhase::Ended { .. } => None,
             }
-            NodeTaskPhase::Open if self.lacks_task_type(task.task_type).is_some() => {
-                self.lacks_task_type(task.task_type).map(|why| Deadline::new(task.work.deadline_at, why))
-            }
-            NodeTaskPhase::Open if task.task_type.when_stale() == StaleTaskAction::AwaitOperator => {
-                Some(Deadline::new(task.work.deadline_at, format!("{} was not reported on yet", task.task_type)))
-            }
-            NodeTaskPhase::Open | NodeTaskPhase::Ended { .. } => None,
         });
         waits.min_by_key(|deadline| deadline.at)
     }
 
-    fn forget_old_tasks(&mut self) {
-        while self.tasks.values().filter(|task| task.has_ended()).count() > MAX_ENDED {
+    /// `None` where the agent has not reported on it.
+    pub(super) fn end_of(&self, task_id: TaskId) -> Option<TaskEnd> {
+        match self.by_id.get(&task_id).map(|task| &task.phase) {
+            Some(NodeTaskPhase::Open | NodeTaskPhase::AwaitsOperator { .. }) => None,
+            Some(NodeTaskPhase::Ended { verdict: TaskOutcome::Succeeded { .. }, .. }) => Some(TaskEnd::Succeeded),
+            Some(NodeTaskPhase::Ended { verdict: TaskOutcome::Failed { code, message }, .. }) => {
+                Some(TaskEnd::Failed(format!("{code}: {message}")))
+            }
+            None => Some(TaskEnd::Forgotten),
+        }
+    }
+
+    /// The first task of one of these types without a result.
+    pub(super) fn unended(&self, types: &[TaskType]) -> Option<&NodeTask> {
+        self.by_id.values().find(|task| types.contains(&task.task_type) && !task.has_ended())
+    }
+
+    /// A validation of the machine with load is without a result.
+    pub(super) fn has_open_validation(&self) -> bool {
+        let mut of_machine = self.by_id.values().filter(|task| task.validation.is_some() && task.gpu_uuid.is_none());
+        of_machine.any(|task| !task.has_ended())
+    }
+
+    /// The latest update of the agent that is remembered: open, or with its result.
+    #[must_use]
+    pub fn latest_update(&self) -> Option<&NodeTask> {
+        // Ids ascend with time.
+        self.by_id.values().rev().find(|task| task.task_type == TaskType::AgentUpdate)
+    }
+
+    /// The rollout that has ordered this update.
+    pub(super) fn rollout_of(&self, task_id: TaskId) -> Option<RolloutId> {
+        self.by_id.get(&task_id)?.update.as_ref()?.rollout_id
+    }
+
+    pub(super) fn has_open_update_of(&self, rollout_id: RolloutId) -> bool {
+        self.by_id.values().any(|task| {
+            let is_of_it = task.update.as_ref().is_some_and(|update| update.rollout_id == Some(rollout_id));
+            is_of_it && !task.has_ended()
+        })
+    }
+
+    fn forget_old(&mut self) {
+        while self.by_id.values().filter(|task| task.has_ended()).count() > MAX_ENDED {
             // Ids ascend with time.
-            let oldest = self.tasks.iter().find(|(_, task)| task.has_ended()).map(|(task_id, _)| *task_id);
+            let oldest = self.by_id.iter().find(|(_, task)| task.has_ended()).map(|(task_id, _)| *task_id);
             let Some(oldest) = oldest else { return };
-            self.tasks.remove(&oldest);
+            self.by_id.remove(&oldest);
         }
     }
 }
 
-impl NodeTask {
-    fn requeue(&mut self, ctx: &TransitionContext<'_>) {
-        self.work.attempt = self.work.attempt.saturating_add(1);
-        self.work.ordered_at = ctx.now;
-        let load_time = self.validation.as_ref().map_or_else(TimeDelta::zero, ValidationOrder::load_time);
-        self.work.deadline_at = ctx.now + task_time(self.update.as_ref(), ctx) + load_time;
-        self.phase = NodeTaskPhase::Open;
+impl StaleTask {
+    /// Of a task that waits for an operator.
+    pub(super) fn audit(&self, ctx: &TransitionContext<'_>) -> AuditRecord {
+        let metadata = json!({ "task_id": self.task_id, "task_type": self.task_type });
+        outcome::audit(AuditAction::NodesStallTask, metadata, ctx)
     }
 }
 

@@ -1,21 +1,41 @@
 //! The allocations on the node's GPUs, and the tasks that set tenants up and clean them up.
 
-use super::{AgentUpdate, Evacuation, HoldSshAccess, Node, Phase, Reply, TerminalTask, ValidationOrder};
-use crate::event::Event;
+mod clean_up;
+mod evacuation;
+mod reservation;
+mod ssh_access;
+mod tenant_tasks;
+mod terminal_tasks;
+mod unproved_gpus;
+
+use super::outcome::{self, Outcome};
+use super::{PendingTask, TenantSlot};
+use crate::event::{Event, GpuDevice};
 use crate::hardware::Placement;
-use crate::id::{AllocationId, TaskId, TerminalSessionId};
-use crate::reason_code;
-use crate::recording::RecordingTerms;
+use crate::id::{AllocationId, TerminalSessionId};
 use crate::resend_timer::ResendTimer;
 use crate::ssh_key::AuthorizedKey;
-use crate::state_machine::{RequestOrigin, Timestamp, Transition, TransitionContext};
-use crate::task_type::TaskType;
+use crate::state_machine::{Timestamp, TransitionContext};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-mod clean_up;
-mod reservation;
-mod tenant_tasks;
+pub use evacuation::Evacuation;
+pub use ssh_access::{HoldSshAccess, SshKeysTask};
+pub use terminal_tasks::TerminalTask;
+pub use unproved_gpus::{ProofGap, UnprovedGpu};
+
+pub(super) use tenant_tasks::TenantReport;
+
+/// The part of a node that knows its tenants.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tenancy {
+    /// The allocations that hold its GPUs.
+    pub holds: BTreeMap<AllocationId, Hold>,
+    /// GPUs without a tenant of which it is not proved that they are free of the last one, by UUID.
+    pub unproved_gpus: BTreeMap<String, UnprovedGpu>,
+    /// The allocations whose failed release fences the node: it gets no tasks.
+    pub fenced_by: BTreeSet<AllocationId>,
+}
 
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,99 +107,31 @@ pub enum HoldPhase {
     },
 }
 
-/// A task without a result.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PendingTask {
-    pub task_id: TaskId,
-    pub attempt: u32,
-    pub ordered_at: Timestamp,
-    pub deadline_at: Timestamp,
-    /// The request that caused it: the agent's log lines and its result carry its ids.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub origin: Option<RequestOrigin>,
-}
-
-/// A task as the edge signs it for the agent.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AgentTask {
-    pub work: PendingTask,
-    pub what: TaskKind,
-}
-
-impl AgentTask {
-    /// The allocation of the task, if any.
-    #[must_use]
-    pub const fn allocation_id(&self) -> Option<AllocationId> {
-        match &self.what {
-            TaskKind::Provision { place, .. }
-            | TaskKind::ReconcileLogins { place, .. }
-            | TaskKind::Release { place }
-            | TaskKind::OpenTerminal { place, .. } => Some(place.allocation_id),
-            TaskKind::OfNode { .. } => None,
-        }
+impl Tenancy {
+    /// The tenants with their GPUs.
+    pub(super) fn tenants(&self) -> impl Iterator<Item = (AllocationId, &[GpuDevice])> {
+        self.holds.iter().map(|(allocation_id, hold)| (*allocation_id, hold.placed.devices.as_slice()))
     }
-}
 
-/// A tenant's place on the node, as the agent creates and removes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TenantSlot {
-    pub allocation_id: AllocationId,
-    pub placed: Placement,
-    pub sku: String,
-}
+    /// The GPUs that tenants hold, by UUID.
+    pub(super) fn held_gpus(&self) -> impl Iterator<Item = &str> {
+        self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str())
+    }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "what", rename_all = "snake_case")]
-pub enum TaskKind {
-    Provision {
-        place: TenantSlot,
-        keys: Vec<AuthorizedKey>,
-    },
-    ReconcileLogins {
-        place: TenantSlot,
-        keys: Vec<AuthorizedKey>,
-    },
-    Release {
-        place: TenantSlot,
-    },
-    /// A task of the node itself, ordered by an administrator while the machine was in this boot.
-    OfNode {
-        task_type: TaskType,
-        boot_id: Option<String>,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        update: Option<AgentUpdate>,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        validation: Option<ValidationOrder>,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        gpu_uuid: Option<String>,
-    },
-    OpenTerminal {
-        place: TenantSlot,
-        session_id: TerminalSessionId,
-        ends_at: Timestamp,
-        #[serde(default)]
-        recording: RecordingTerms,
-    },
-}
+    pub(super) fn holds_each_gpu_once(&self) -> bool {
+        let distinct: BTreeSet<_> = self.held_gpus().collect();
+        distinct.len() == self.held_gpus().count()
+    }
 
-/// The outcome of a task, as the agent reports it. The edge has verified the signature of a clean-up proof before it passes `proof`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "verdict", rename_all = "snake_case")]
-pub enum TaskOutcome {
-    Succeeded {
-        /// A release succeeds only with a verified proof that nothing is left.
-        proof: Option<AllocationId>,
-    },
-    Failed {
-        code: String,
-        message: String,
-    },
-}
+    pub(super) fn holds_gpu(&self, uuid: &str) -> bool {
+        self.held_gpus().any(|held| held == uuid)
+    }
 
-impl Node {
-    /// Whether it serves its tenants. A quarantined node only cleans up.
-    const fn in_service(&self) -> bool {
-        matches!(self.life, Phase::Active | Phase::Offline | Phase::Draining { .. })
+    /// The allocation that a reset of this GPU would disturb. Where the machine does not isolate its GPUs, a tenant can use each of them.
+    pub(super) fn in_the_way_of_reset(&self, uuid: &str, isolates: bool) -> Option<AllocationId> {
+        let mut tenants = self.tenants();
+        let tenant = tenants.find(|(_, gpus)| !isolates || gpus.iter().any(|device| device.uuid == uuid));
+        tenant.map(|(allocation_id, _)| allocation_id)
     }
 
     /// The first allocation that is on the node. An abandoned tenant belongs to none.
@@ -203,45 +155,38 @@ impl Node {
 
     /// Messages between a node and an allocation may have been lost. So the node periodically publishes its holds; the allocation answers
     /// if it does not want them.
-    pub(super) fn confirm_holds(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+    pub(super) fn confirm_holds(&self, ctx: &TransitionContext<'_>) -> Outcome<Self> {
+        let mut next = self.clone();
         let mut asked = Vec::new();
         for (allocation_id, hold) in &mut next.holds {
             if let Some(again) = hold.active_resend_timer().filter(|again| again.is_due(ctx.now)) {
                 hold.again = Some(again.next(ctx.now));
                 let (allocation_id, placed) = (*allocation_id, hold.placed.clone());
-                asked.push(Event::DevicesReserved { node_id: self.id, allocation_id, placed });
+                asked.push(Event::DevicesReserved { node_id: outcome::node_id(ctx), allocation_id, placed });
             }
         }
         if asked.is_empty() {
-            return step;
+            return Outcome::stay();
         }
-        let why =
-            if step.next.is_some() { step.why.clone() } else { "asking whether its tenants are wanted".to_owned() };
-        asked.into_iter().fold(Transition { next: Some(next), why, ..step }, Transition::event)
+        asked.into_iter().fold(Outcome::to(next, "asking whether its tenants are wanted"), Outcome::event)
+    }
+
+    /// The tenant's place, on a node of this SKU.
+    fn slot(allocation_id: AllocationId, hold: &Hold, sku: &str) -> TenantSlot {
+        TenantSlot { allocation_id, placed: hold.placed.clone(), sku: sku.to_owned() }
     }
 
     fn is_in(&self, allocation_id: AllocationId, phase: &HoldPhase) -> bool {
         self.holds.get(&allocation_id).is_some_and(|hold| hold.phase == *phase)
     }
 
-    pub(super) fn with_phase(
-        &self,
-        allocation_id: AllocationId,
-        phase: HoldPhase,
-        why: impl Into<String>,
-    ) -> Transition<Self> {
+    fn with_phase(&self, allocation_id: AllocationId, phase: HoldPhase, why: impl Into<String>) -> Outcome<Self> {
         let mut next = self.clone();
         if let Some(hold) = next.holds.get_mut(&allocation_id) {
             hold.phase = phase;
         }
-        Transition::to(next, Reply::Done, why)
+        Outcome::to(next, why)
     }
-}
-
-/// The agent's cause, where it is a code: an event carries no free text of an agent. That is in the history.
-pub(super) fn reason_code(code: &str) -> String {
-    if reason_code::is_snake_case(code) { code.to_owned() } else { "agent_error".to_owned() }
 }
 
 /// The login of an allocation on its node: short enough for every system, and derived from the id alone so that it is unique.

@@ -25,16 +25,17 @@ mod validation;
 
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
+use crate::event::Event;
 use crate::id::SkuId;
 use crate::id::{TerminalSessionId, TokenId};
-use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
+use crate::metadata::{Metadata, MetadataPatch};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use crate::resend_timer;
 use crate::ssh_key::AuthorizedKey;
 use crate::state_machine::Command as _;
-use crate::state_machine::Effect;
+use crate::state_machine::{Effect, Machine as _};
 use chrono::TimeDelta;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -321,7 +322,7 @@ impl Story {
     }
 
     fn offline(mut self) -> Self {
-        self.now = self.node.seen.as_ref().unwrap().silent_at;
+        self.now = self.node.agent.contact.as_ref().unwrap().silent_at;
         self.ticked()
     }
 
@@ -379,7 +380,7 @@ impl Story {
 
     /// The tenant's task and its attempt; an unknown task where there is none.
     fn task(&self) -> (TaskId, u32) {
-        let work = match self.node.holds.get(&TENANT).map(|hold| &hold.phase) {
+        let work = match self.node.tenancy.holds.get(&TENANT).map(|hold| &hold.phase) {
             Some(
                 HoldPhase::Provisioning { work }
                 | HoldPhase::Releasing { work }
@@ -410,7 +411,7 @@ impl Story {
 
     #[track_caller]
     fn expect(self, state: &str) -> Self {
-        assert_eq!(self.node.state(), state, "{:?}", self.node.reason);
+        assert_eq!(self.node.state(), state, "{:?}", self.node.lifecycle.reason);
         self
     }
 
@@ -579,7 +580,7 @@ fn hold_commands(story: &Story) -> Vec<(String, Principal, Command)> {
 }
 
 fn held(node: &Node) -> String {
-    let phase = match node.holds.get(&TENANT).map(|hold| &hold.phase) {
+    let phase = match node.tenancy.holds.get(&TENANT).map(|hold| &hold.phase) {
         None => "nothing".to_owned(),
         Some(HoldPhase::Reserved) => "reserved".to_owned(),
         Some(HoldPhase::Provisioning { work }) => format!("provisioning {}", work.attempt),
@@ -589,7 +590,7 @@ fn held(node: &Node) -> String {
         Some(HoldPhase::ReleaseFailed { work }) => format!("release_failed {}", work.attempt),
         Some(HoldPhase::Abandoned { work }) => format!("abandoned {}", work.attempt),
     };
-    if node.fenced_by.is_empty() { phase } else { format!("{phase}, fenced") }
+    if node.tenancy.fenced_by.is_empty() { phase } else { format!("{phase}, fenced") }
 }
 
 fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn(&Node) -> String) -> String {
@@ -604,7 +605,7 @@ fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn
         }
         Some(next) => {
             assert!(next.has_deadline_where_transient(), "{next:?}");
-            assert!(next.holds_each_gpu_once());
+            assert!(next.tenancy.holds_each_gpu_once());
             let stored = serde_json::to_string(next).unwrap();
             assert_eq!(&serde_json::from_str::<Node>(&stored).unwrap(), next);
             match (next == from, name(next) == name(from)) {
@@ -648,7 +649,7 @@ fn every_command_in_every_state_does_what_was_reviewed() {
             let ticked = due.ask(&worker(), Command::TICK);
             writeln!(table, "    tick in time: {}", outcome(&due.node, ticked, state)).unwrap();
         }
-        if let Some(seen) = &story.node.seen {
+        if let Some(seen) = &story.node.agent.contact {
             let later = Story { now: seen.silent_at, ..story.clone() };
             let ticked = later.ask(&worker(), Command::TICK);
             writeln!(table, "    tick when it was silent: {}", outcome(&later.node, ticked, state)).unwrap();

@@ -34,7 +34,7 @@ impl Simulation {
         for (id, agent) in &self.agents {
             assert!(invariants::i5_a_task_takes_effect_once(&agent.effects), "I5");
             let node = &self.nodes[id];
-            if node.life.is_gone() {
+            if node.lifecycle.phase.is_gone() {
                 continue;
             }
             // A tenant of an active allocation is set up on its GPUs.
@@ -45,6 +45,7 @@ impl Simulation {
             // I2 on the machine: every tenant on it has a hold, on its own GPUs.
             for (tenant, gpus) in &agent.tenants {
                 let held: Option<Vec<_>> = node
+                    .tenancy
                     .holds
                     .get(tenant)
                     .map(|hold| hold.placed.devices.iter().map(|device| device.uuid.clone()).collect());
@@ -86,13 +87,14 @@ impl Simulation {
 
     pub(crate) fn picture(&self) -> String {
         let nodes = self.nodes.values().map(|node| {
-            let holds: Vec<_> = node.holds.iter().map(|(id, hold)| format!("    {id} {:?}", hold.phase)).collect();
-            let life = if let Phase::Quarantined { was } = &node.life {
+            let holds: Vec<_> =
+                node.tenancy.holds.iter().map(|(id, hold)| format!("    {id} {:?}", hold.phase)).collect();
+            let life = if let Phase::Quarantined { was } = &node.lifecycle.phase {
                 format!("quarantined, was {}", was.name())
             } else {
                 node.state().to_owned()
             };
-            format!("{} {life} fenced by {:?}\n{}", node.id, node.fenced_by, holds.join("\n"))
+            format!("{} {life} fenced by {:?}\n{}", node.id, node.tenancy.fenced_by, holds.join("\n"))
         });
         let allocations = self
             .allocations

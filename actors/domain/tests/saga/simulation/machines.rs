@@ -178,7 +178,7 @@ impl Simulation {
         // Now and then the driver does not show the first GPU of a tenant who has left.
         let gap = match &verdict {
             node::TaskOutcome::Succeeded { proof: Some(tenant) } if self.counter.is_multiple_of(4) => {
-                before.holds.get(tenant)
+                before.tenancy.holds.get(tenant)
             }
             _ => None,
         };

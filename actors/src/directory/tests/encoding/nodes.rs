@@ -244,7 +244,7 @@ fn of_a_node() {
     let (registered, reply) = decided::<Node>(None, register, &admin, NODE.0);
     let token = Request::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
     let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
-    node.inventory = Some(inventory());
+    node.machine.inventory = Some(inventory());
     let work =
         PendingTask { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at(), origin: None };
     let order = |what| AgentTask { work: work.clone(), what };
@@ -264,8 +264,8 @@ fn of_a_node() {
         reimages: true,
         evacuation: None,
     };
-    node.holds.insert(TENANT, hold);
-    node.fenced_by.insert(TENANT);
+    node.tenancy.holds.insert(TENANT, hold);
+    node.tenancy.fenced_by.insert(TENANT);
     let ended =
         NodeTaskPhase::Ended { at: at(), verdict: TaskOutcome::Succeeded { proof: None }, output: Some(json!([1])) };
     for (n, phase) in
@@ -280,7 +280,7 @@ fn of_a_node() {
             gpu_uuid: None,
             phase,
         };
-        node.tasks.insert(TaskId(Uuid::from_u128(n as u128)), task);
+        node.tasks.by_id.insert(TaskId(Uuid::from_u128(n as u128)), task);
     }
     let orders = vec![
         order(TaskKind::Release { place: place() }),

@@ -155,7 +155,7 @@ fn active_node(id: NodeId, gpus: u32) -> Node {
         tenant_devices: Vec::new(),
     };
     let mut node = registered.next.unwrap();
-    (node.life, node.inventory) = (Phase::Active, Some(inventory));
+    (node.lifecycle.phase, node.machine.inventory) = (Phase::Active, Some(inventory));
     node
 }
 
@@ -218,7 +218,7 @@ async fn capacity_whose_message_was_lost_is_found_before_a_request_is_refused() 
     let index = nodes.index();
     assert!(!is_refused(&nodes.place(&index, 1, 8).await), "an empty index is filled by its first request");
     assert!(is_refused(&nodes.place(&index, 2, 1).await));
-    nodes.change(node_id(1), |node| node.holds.clear()).await;
+    nodes.change(node_id(1), |node| node.tenancy.holds.clear()).await;
     assert!(!is_refused(&nodes.place(&index, 3, 8).await));
 }
 
@@ -243,10 +243,10 @@ async fn check_corrects_the_index_and_counts_what_it_lacked_for_more_than_a_seco
     let index = nodes.index();
     index.check_all().await.unwrap();
     assert_eq!(index.metrics.differences.get(), 0, "the first read compares with nothing");
-    nodes.change(node_id(1), |node| node.life = Phase::Offline).await;
+    nodes.change(node_id(1), |node| node.lifecycle.phase = Phase::Offline).await;
     index.check_all().await.unwrap();
     assert_eq!(index.metrics.differences.get(), 0, "its message may be on its way");
-    nodes.change(node_id(2), |node| node.life = Phase::Offline).await;
+    nodes.change(node_id(2), |node| node.lifecycle.phase = Phase::Offline).await;
     sqlx::query("DELETE FROM entity WHERE id = $1").bind(node_id(3).0).execute(&nodes.db.pool).await.unwrap();
     nodes.age().await;
     index.check_all().await.unwrap();
@@ -262,7 +262,7 @@ async fn node_that_refused_is_read_again_at_once() {
     let nodes = Nodes::with_gpus(&[8, 4]).await;
     let index = nodes.index();
     index.check_all().await.unwrap();
-    nodes.change(node_id(2), |node| node.life = Phase::Offline).await;
+    nodes.change(node_id(2), |node| node.lifecycle.phase = Phase::Offline).await;
     let outcome = nodes.place(&index, 1, 4).await;
     assert_eq!(outcome, SearchOutcome::Reserved { reservation: node_id(1), asked: 2 });
     let is_known = async {
@@ -318,7 +318,7 @@ async fn requests_are_refused_only_without_room_whatever_becomes_of_the_messages
         }
         if chance.random_bool(0.45) && !held.is_empty() {
             let (node, allocation) = held.swap_remove(chance.random_range(0..held.len()));
-            nodes.change(node, |node| drop(node.holds.remove(&allocation))).await;
+            nodes.change(node, |node| drop(node.tenancy.holds.remove(&allocation))).await;
             continue;
         }
         let gpu_count = chance.random_range(1..=8);
@@ -334,11 +334,12 @@ async fn requests_are_refused_only_without_room_whatever_becomes_of_the_messages
             }
         }
         for (_, node) in nodes.committed.lock().await.values() {
-            let gpus: Vec<_> = node.holds.values().flat_map(|hold| &hold.placed.devices).map(|it| &it.uuid).collect();
+            let gpus: Vec<_> =
+                node.tenancy.holds.values().flat_map(|hold| &hold.placed.devices).map(|it| &it.uuid).collect();
             assert_eq!(gpus.iter().collect::<BTreeSet<_>>().len(), gpus.len(), "a GPU is held twice");
         }
     }
     assert!(reserved > 50 && refused > 20, "{reserved} were reserved, {refused} refused");
-    let is_reserved = |node: &Node| node.holds.values().all(|hold| hold.phase == HoldPhase::Reserved);
+    let is_reserved = |node: &Node| node.tenancy.holds.values().all(|hold| hold.phase == HoldPhase::Reserved);
     assert!(nodes.committed.lock().await.values().all(|(_, node)| is_reserved(node)));
 }

@@ -1,39 +1,41 @@
 //! Clean-up of tenants: ordered by the allocation, by force, or since no allocation wants the tenant; and the end of a hold.
 
-use super::{Hold, HoldPhase, PendingTask};
-use crate::audit::AuditAction;
-use crate::entities::node::{HoldAuthor, Node, Reply, StateCode};
+use super::{Hold, HoldPhase, PendingTask, Tenancy};
+use crate::entities::node::outcome::{self, Outcome};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
-use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
-use serde_json::json;
+use crate::state_machine::{Timestamp, TransitionContext};
 
-impl Node {
+impl Tenancy {
     pub(in crate::entities::node) fn clean(
         &self,
         allocation_id: AllocationId,
         attempt: u32,
         deadline_at: Timestamp,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    ) -> Outcome<Self> {
         let Some(hold) = self.holds.get(&allocation_id) else {
             // Proved before, or never here: in both cases nothing of it is held.
-            return Transition::to(self.clone(), Reply::Done, "nothing is held for the allocation")
-                .event(Event::TenantGone { node_id: self.id, allocation_id, attempt });
+            return Outcome::to(self.clone(), "nothing is held for the allocation").event(Event::TenantGone {
+                node_id: outcome::node_id(ctx),
+                allocation_id,
+                attempt,
+            });
         };
         let task_id = match &hold.phase {
             // The clean-up of an abandoned tenant has no bound of attempts and ends only with the proof.
-            HoldPhase::Abandoned { .. } => return Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
+            HoldPhase::Abandoned { .. } => return Outcome::stay().wake_agent(),
             HoldPhase::Releasing { work } if work.attempt >= attempt => {
-                return Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id));
+                return Outcome::stay().wake_agent();
             }
             // A request that was overtaken by the failure of a later attempt.
-            HoldPhase::ReleaseFailed { work } if work.attempt > attempt => return Transition::stay(Reply::Done),
+            HoldPhase::ReleaseFailed { work } if work.attempt > attempt => return Outcome::stay(),
             // The attempt has failed already, and the allocation did not receive it.
             HoldPhase::ReleaseFailed { work } if work.attempt == attempt => {
                 let (reason, detail) = ("clean_up_failed".to_owned(), hold.remains.clone().unwrap_or_default());
-                return Transition::to(self.clone(), Reply::Done, "the failed clean-up was requested again")
-                    .event(Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason, detail });
+                return Outcome::to(self.clone(), "the failed clean-up was requested again").event(
+                    Event::TenantRemains { node_id: outcome::node_id(ctx), allocation_id, attempt, reason, detail },
+                );
             }
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => work.task_id,
             HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
@@ -41,17 +43,8 @@ impl Node {
             }
         };
         let work = PendingTask { task_id, attempt, ordered_at: ctx.now, deadline_at, origin: Some(ctx.origin()) };
-        let mut step = self
-            .with_phase(
-                allocation_id,
-                HoldPhase::Releasing { work },
-                format!("the tenant is to be cleaned up (attempt {attempt})"),
-            )
-            .effect(Effect::WakeNode(self.id));
-        if let Some(next) = &mut step.next {
-            next.fenced_by.remove(&allocation_id);
-        }
-        step
+        let why = format!("the tenant is to be cleaned up (attempt {attempt})");
+        self.with_phase(allocation_id, HoldPhase::Releasing { work }, why).unfence(allocation_id).wake_agent()
     }
 
     /// The allocation has given up its clean-up attempt: no new allocation until a proof arrives. Facts of an attempt that was followed by
@@ -61,14 +54,14 @@ impl Node {
         allocation_id: AllocationId,
         attempt: u32,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    ) -> Outcome<Self> {
         match self.release_failed_phase(allocation_id, attempt, ctx) {
             Some(phase) if !self.is_in(allocation_id, &phase) => self.with_phase(
                 allocation_id,
                 phase,
                 format!("clean-up attempt {attempt} failed: no new allocation until it is proved"),
             ),
-            Some(_) | None => Transition::stay(Reply::Done),
+            Some(_) | None => Outcome::stay(),
         }
     }
 
@@ -77,15 +70,18 @@ impl Node {
         allocation_id: AllocationId,
         attempt: u32,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    ) -> Outcome<Self> {
         if !self.holds.contains_key(&allocation_id) {
             // The proof arrived after all, and the allocation did not receive it.
-            return Transition::to(self.clone(), Reply::Done, "nothing is held for the allocation")
-                .event(Event::TenantGone { node_id: self.id, allocation_id, attempt });
+            return Outcome::to(self.clone(), "nothing is held for the allocation").event(Event::TenantGone {
+                node_id: outcome::node_id(ctx),
+                allocation_id,
+                attempt,
+            });
         }
         match self.release_failed_phase(allocation_id, attempt, ctx) {
             Some(phase) if self.fenced_by.contains(&allocation_id) && self.is_in(allocation_id, &phase) => {
-                Transition::stay(Reply::Done)
+                Outcome::stay()
             }
             Some(phase) => {
                 let why = format!("fenced by the failed release of allocation {allocation_id}");
@@ -94,9 +90,9 @@ impl Node {
                     next.fenced_by.insert(allocation_id);
                 }
                 // A waiting long poll is answered.
-                step.effect(Effect::WakeNode(self.id))
+                step.wake_agent()
             }
-            None => Transition::stay(Reply::Done),
+            None => Outcome::stay(),
         }
     }
 
@@ -127,34 +123,24 @@ impl Node {
         Some(HoldPhase::ReleaseFailed { work })
     }
 
-    /// Released by force: the node is quarantined until the agent proves that nothing is left.
+    /// Released by force. `is_closed`: the node takes no tenant until the agent proves that nothing is left.
     pub(in crate::entities::node) fn abandon(
         &self,
         allocation_id: AllocationId,
+        is_closed: bool,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
-        let Some(hold) = self.holds.get(&allocation_id) else { return Transition::stay(Reply::Done) };
-        let closed = self.is_held_by(HoldAuthor::Release) || self.life.is_gone();
-        if closed && matches!(hold.phase, HoldPhase::Abandoned { .. }) {
-            return Transition::stay(Reply::Done);
+    ) -> Outcome<Self> {
+        let Some(hold) = self.holds.get(&allocation_id) else { return Outcome::stay() };
+        if is_closed && matches!(hold.phase, HoldPhase::Abandoned { .. }) {
+            return Outcome::stay();
         }
-        let mut next = self.clone();
-        next.fenced_by.remove(&allocation_id);
-        let work = self.abandoned_clean_up(hold, ctx);
-        if let Some(hold) = next.holds.get_mut(&allocation_id) {
-            hold.phase = HoldPhase::Abandoned { work };
-        }
-        let event = (!closed).then_some(()).and_then(|()| {
-            let message = "An allocation was released by force, without proof of clean-up.";
-            next.enter_quarantine(StateCode::ForcedRelease, message, ctx)
-        });
-        let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id} was released by force"))
-            .effect(Effect::WakeNode(self.id));
-        event.into_iter().fold(step, Transition::event)
+        let work = Self::abandoned_clean_up(hold, ctx);
+        let why = format!("allocation {allocation_id} was released by force");
+        self.with_phase(allocation_id, HoldPhase::Abandoned { work }, why).unfence(allocation_id).wake_agent()
     }
 
     /// A clean-up without an allocation. It has no deadline: it stays dispatched until the proof arrives.
-    pub(super) fn abandoned_clean_up(&self, hold: &Hold, ctx: &TransitionContext<'_>) -> PendingTask {
+    pub(super) fn abandoned_clean_up(hold: &Hold, ctx: &TransitionContext<'_>) -> PendingTask {
         let (task_id, attempt) = match &hold.phase {
             HoldPhase::Abandoned { work } => return work.clone(),
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => {
@@ -173,26 +159,10 @@ impl Node {
         }
     }
 
-    pub(super) fn release_hold(
-        &self,
-        allocation_id: AllocationId,
-        why: &str,
-        ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
-        let mut next = self.clone();
-        let hold = next.holds.remove(&allocation_id);
-        next.fenced_by.remove(&allocation_id);
-        // A tenant that was never set up has left nothing.
-        if hold.is_some_and(|hold| hold.reimages && hold.phase != HoldPhase::Reserved) && next.machine.is_some() {
-            let (events, audit) = next.begin_reimage(&format!("allocation {allocation_id} has ended"), ctx);
-            let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id}: {why}")).audit(audit);
-            return events.into_iter().fold(step, Transition::event).effect(Effect::CloseNode(self.id));
-        }
-        let retired = next.retire_if_drained(ctx);
-        let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id}: {why}"));
-        match retired {
-            Some(event) => step.event(event).audit(self.audit(AuditAction::NodesDrained, json!({}))),
-            None => step,
-        }
+    /// Ends a hold. True where the machine is to be reinstalled after it: a tenant that was never set up has left nothing.
+    pub(in crate::entities::node) fn end_hold(&mut self, allocation_id: AllocationId) -> bool {
+        self.fenced_by.remove(&allocation_id);
+        let hold = self.holds.remove(&allocation_id);
+        hold.is_some_and(|hold| hold.reimages && hold.phase != HoldPhase::Reserved)
     }
 }

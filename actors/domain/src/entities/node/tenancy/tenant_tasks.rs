@@ -1,31 +1,43 @@
 //! The tasks that set tenants up and clean them up, and the agent's results.
 
-use super::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, reason_code};
-use crate::entities::node::{Node, ProofGap, Rejection, Reply};
+use super::{Hold, HoldPhase, Tenancy};
+use crate::entities::node::outcome::{self, Outcome};
+use crate::entities::node::{AgentTask, PendingTask, Rejection, TaskKind, TaskOutcome, reason_code};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
-use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
-use serde_json::Value;
+use crate::state_machine::{Timestamp, TransitionContext};
 
 /// Why a tenant that the agent has set up is not admitted.
 const CRITICAL_FAULT: &str = "the machine has a critical fault";
 
-impl Node {
+/// What the result of a tenant's task leads to.
+pub(in crate::entities::node) enum TenantReport {
+    Changed(Outcome<Tenancy>),
+    /// The agent has proved this clean-up attempt: the hold ends.
+    Proved {
+        allocation_id: AllocationId,
+        attempt: u32,
+    },
+}
+
+impl Tenancy {
+    /// The node serves its tenants where `in_service`; `fault` is the one of the machine that concerns the allocation.
     pub(in crate::entities::node) fn provision(
         &self,
-        allocation_id: AllocationId,
-        deadline_at: Timestamp,
+        (allocation_id, deadline_at): (AllocationId, Timestamp),
+        in_service: bool,
+        fault: Option<&str>,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    ) -> Outcome<Self> {
         let failed = |reason: &str, detail: &str| {
-            Transition::to(self.clone(), Reply::Done, detail).event(Event::TenantFailed {
-                node_id: self.id,
+            Outcome::to(self.clone(), detail).event(Event::TenantFailed {
+                node_id: outcome::node_id(ctx),
                 allocation_id,
                 reason: reason_code(reason),
             })
         };
         match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
-            Some(HoldPhase::Reserved) if self.in_service() => {
+            Some(HoldPhase::Reserved) if in_service => {
                 let work = PendingTask {
                     task_id: TaskId(ctx.new_id(0)),
                     attempt: 1,
@@ -34,40 +46,37 @@ impl Node {
                     origin: Some(ctx.origin()),
                 };
                 self.with_phase(allocation_id, HoldPhase::Provisioning { work }, "the tenant is to be set up")
-                    .effect(Effect::WakeNode(self.id))
+                    .wake_agent()
             }
             Some(HoldPhase::Reserved) => failed("node_not_available", "the node is not in service any more"),
             // An allocation that requests it is not active yet, and must not become active on a machine with a fault.
-            Some(HoldPhase::Ready) if let Some(fault) = self.fault_of(allocation_id) => failed(fault, CRITICAL_FAULT),
-            Some(HoldPhase::Ready) => Transition::to(self.clone(), Reply::Done, "the tenant is set up already")
-                .event(Event::TenantReady { node_id: self.id, allocation_id }),
+            Some(HoldPhase::Ready) if let Some(fault) = fault => failed(fault, CRITICAL_FAULT),
+            Some(HoldPhase::Ready) => Outcome::to(self.clone(), "the tenant is set up already")
+                .event(Event::TenantReady { node_id: outcome::node_id(ctx), allocation_id }),
             Some(HoldPhase::SetupFailed { reason, detail }) => failed(reason, detail),
-            Some(HoldPhase::Provisioning { .. }) => Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
+            Some(HoldPhase::Provisioning { .. }) => Outcome::stay().wake_agent(),
             Some(HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }) => {
-                Transition::stay(Reply::Done)
+                Outcome::stay()
             }
             None => failed("reservation_lost", "the node holds no devices for the allocation"),
         }
     }
 
-    /// The pending tasks of types that the agent supports, oldest first.
-    pub(in crate::entities::node) fn pending_tasks(&self) -> Vec<AgentTask> {
-        let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.tenant_task(*id, hold));
-        let mut orders: Vec<_> = of_tenants.chain(self.ssh_keys_tasks()).chain(self.node_tasks()).collect();
-        if self.in_service() {
-            orders.extend(self.terminal_tasks());
+    /// The tasks for the agent, on a node of this SKU.
+    pub(in crate::entities::node) fn tasks(&self, sku: &str, in_service: bool) -> Vec<AgentTask> {
+        let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.tenant_task(*id, hold, sku, in_service));
+        let mut tasks: Vec<_> = of_tenants.chain(self.ssh_keys_tasks(sku)).collect();
+        if in_service {
+            tasks.extend(self.terminal_tasks(sku));
         }
-        orders.retain(|order| self.lacks_task_type(order.what.task_type()).is_none());
-        orders.sort_by_key(|order| (order.work.ordered_at, order.work.task_id));
-        orders
+        tasks
     }
 
-    fn tenant_task(&self, allocation_id: AllocationId, hold: &Hold) -> Option<AgentTask> {
-        let place =
-            || TenantSlot { allocation_id, placed: hold.placed.clone(), sku: self.registration.sku.name.clone() };
+    fn tenant_task(&self, allocation_id: AllocationId, hold: &Hold, sku: &str, in_service: bool) -> Option<AgentTask> {
+        let place = || Self::slot(allocation_id, hold, sku);
         let (work, what) = match &hold.phase {
             // A node that is out of service, or waits for a clean-up proof, gets every task but this one.
-            HoldPhase::Provisioning { work } if self.in_service() && !self.has_unproven() => {
+            HoldPhase::Provisioning { work } if in_service && !self.has_unproven() => {
                 (work, TaskKind::Provision { place: place(), keys: hold.keys.clone() })
             }
             HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => {
@@ -82,24 +91,14 @@ impl Node {
         Some(AgentTask { work: work.clone(), what })
     }
 
-    pub(in crate::entities::node) fn report(
+    /// The result of a tenant's task. `fault_of` says which fault of the machine concerns an allocation.
+    pub(in crate::entities::node) fn tenant_reported(
         &self,
-        serial: &str,
         (task_id, attempt): (TaskId, u32),
-        verdict: TaskOutcome,
-        (output, unproved): (Option<Value>, Option<&ProofGap>),
+        verdict: &TaskOutcome,
+        fault_of: impl Fn(AllocationId) -> Option<&'static str>,
         ctx: &TransitionContext<'_>,
-    ) -> Result<Transition<Self>, Rejection> {
-        self.check_certificate(serial, ctx)?;
-        if let Some(of_a_terminal) = self.terminal_reported(task_id, attempt, &verdict) {
-            return of_a_terminal;
-        }
-        if let Some(of_logins) = self.ssh_keys_reported(task_id, attempt, &verdict, ctx) {
-            return of_logins;
-        }
-        if self.tasks.contains_key(&task_id) {
-            return self.task_reported(task_id, attempt, verdict, output, ctx);
-        }
+    ) -> Result<TenantReport, Rejection> {
         let found = self.holds.iter().find_map(|(id, hold)| match &hold.phase {
             HoldPhase::Provisioning { work }
             | HoldPhase::Releasing { work }
@@ -118,25 +117,23 @@ impl Node {
             | HoldPhase::Ready => None,
         });
         let Some((allocation_id, hold, current)) = found else { return Err(Rejection::TaskUnknown) };
-        let proves = verdict == (TaskOutcome::Succeeded { proof: Some(allocation_id) });
+        let proves = *verdict == (TaskOutcome::Succeeded { proof: Some(allocation_id) });
         match &hold.phase {
-            HoldPhase::Provisioning { .. } if attempt == current => Ok(self.tenant_reported(allocation_id, &verdict)),
+            HoldPhase::Provisioning { .. } if attempt == current => {
+                let fault = fault_of(allocation_id);
+                Ok(TenantReport::Changed(self.set_up_reported(allocation_id, verdict, fault, ctx)))
+            }
             // A proof of an earlier attempt is as good as any.
             HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }
                 if proves && attempt <= current =>
             {
-                let gone = Event::TenantGone { node_id: self.id, allocation_id, attempt };
-                let mut node = self.clone();
-                if let Some(gap) = unproved {
-                    node.withhold_unproved(allocation_id, gap, ctx.now);
-                }
-                Ok(node.release_hold(allocation_id, "the agent proved the clean-up", ctx).event(gone))
+                Ok(TenantReport::Proved { allocation_id, attempt })
             }
             HoldPhase::Releasing { .. } | HoldPhase::Abandoned { .. } if attempt == current => {
-                Ok(self.clean_up_failed(allocation_id, attempt, &verdict))
+                Ok(TenantReport::Changed(self.clean_up_failed(allocation_id, attempt, verdict, ctx)))
             }
             // The allocation gave the attempt up before this result, and has reacted to that.
-            HoldPhase::ReleaseFailed { .. } if attempt == current => Ok(Transition::stay(Reply::Done)),
+            HoldPhase::ReleaseFailed { .. } if attempt == current => Ok(TenantReport::Changed(Outcome::stay())),
             HoldPhase::Provisioning { .. }
             | HoldPhase::Releasing { .. }
             | HoldPhase::ReleaseFailed { .. }
@@ -147,19 +144,26 @@ impl Node {
         }
     }
 
-    fn tenant_reported(&self, allocation_id: AllocationId, verdict: &TaskOutcome) -> Transition<Self> {
+    fn set_up_reported(
+        &self,
+        allocation_id: AllocationId,
+        verdict: &TaskOutcome,
+        fault: Option<&str>,
+        ctx: &TransitionContext<'_>,
+    ) -> Outcome<Self> {
         match verdict {
             // The fault was published once, when it was detected, and the allocation may not have received its reservation by then.
-            TaskOutcome::Succeeded { .. } if let Some(fault) = self.fault_of(allocation_id) => {
+            TaskOutcome::Succeeded { .. } if let Some(fault) = fault => {
                 let phase = HoldPhase::SetupFailed { reason: fault.to_owned(), detail: CRITICAL_FAULT.to_owned() };
-                let failed = Event::TenantFailed { node_id: self.id, allocation_id, reason: fault.to_owned() };
+                let failed =
+                    Event::TenantFailed { node_id: outcome::node_id(ctx), allocation_id, reason: fault.to_owned() };
                 self.with_phase(allocation_id, phase, CRITICAL_FAULT).event(failed)
             }
             TaskOutcome::Succeeded { .. } => {
                 let step = self
                     .with_phase(allocation_id, HoldPhase::Ready, "the agent set the tenant up")
-                    .event(Event::TenantReady { node_id: self.id, allocation_id });
-                self.ssh_keys_of_setup(step, allocation_id)
+                    .event(Event::TenantReady { node_id: outcome::node_id(ctx), allocation_id });
+                Self::ssh_keys_of_setup(step, allocation_id, ctx)
             }
             // Devices stay held: what was set up must be cleaned up, and the allocation has to request that.
             TaskOutcome::Failed { code, message } => self
@@ -168,11 +172,21 @@ impl Node {
                     HoldPhase::SetupFailed { reason: code.clone(), detail: message.clone() },
                     format!("the agent could not set the tenant up: {message}"),
                 )
-                .event(Event::TenantFailed { node_id: self.id, allocation_id, reason: reason_code(code) }),
+                .event(Event::TenantFailed {
+                    node_id: outcome::node_id(ctx),
+                    allocation_id,
+                    reason: reason_code(code),
+                }),
         }
     }
 
-    fn clean_up_failed(&self, allocation_id: AllocationId, attempt: u32, verdict: &TaskOutcome) -> Transition<Self> {
+    fn clean_up_failed(
+        &self,
+        allocation_id: AllocationId,
+        attempt: u32,
+        verdict: &TaskOutcome,
+        ctx: &TransitionContext<'_>,
+    ) -> Outcome<Self> {
         let (reason, detail) = match verdict {
             TaskOutcome::Succeeded { .. } => {
                 ("proof_missing".to_owned(), "the agent gave no valid clean-up proof".to_owned())
@@ -197,7 +211,7 @@ impl Node {
         }
         let why = format!("clean-up attempt {attempt} failed: {detail}");
         let reason = reason_code(&reason);
-        let remains = Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason, detail };
-        Transition::to(next, Reply::Done, why).event(remains)
+        let remains = Event::TenantRemains { node_id: outcome::node_id(ctx), allocation_id, attempt, reason, detail };
+        Outcome::to(next, why).event(remains)
     }
 }

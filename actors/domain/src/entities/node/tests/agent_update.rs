@@ -37,14 +37,14 @@ fn update_carries_its_digest_and_time_and_ends_with_an_event() {
     let (story, task_id) = ordered(node().active(), 'a');
     assert_eq!((story.effects.clone(), story.pending_tasks()), (vec![Effect::WakeNode(NODE)], vec!["agent.update"]));
     let expected = AgentUpdate { digest: digest('a'), force: false, commit_seconds: 120, rollout_id: None };
-    assert_eq!(story.node.tasks[&task_id].update, Some(expected));
+    assert_eq!(story.node.tasks.by_id[&task_id].update, Some(expected));
     // The wait for the proof is added to the time of other tasks.
     assert_eq!(story.node.deadline().unwrap().at, start() + TimeDelta::seconds(720));
     let done = story.clone().agent(report(task_id, 1, DONE)).publishes(&["node.agent_updated"]);
-    assert!(done.node.latest_update().unwrap().failure().is_none());
+    assert!(done.node.tasks.latest_update().unwrap().failure().is_none());
     let verdict = TaskOutcome::Failed { code: "rolled_back".into(), message: "no heartbeat".into() };
     let failed = story.agent(report(task_id, 1, verdict)).publishes(&["node.agent_update_failed"]).expect("active");
-    assert_eq!(failed.node.latest_update().unwrap().failure(), Some(("rolled_back", "no heartbeat")));
+    assert_eq!(failed.node.tasks.latest_update().unwrap().failure(), Some(("rolled_back", "no heartbeat")));
 }
 
 #[test]
@@ -52,13 +52,13 @@ fn agent_is_updated_once_at_a_time() {
     let (story, task_id) = ordered(node().active(), 'a');
     assert_eq!(story.refuses(&admin(), update('b')), Rejection::UpdateInProgress { task_id });
     let stale = story.after(TimeDelta::seconds(720)).after_heartbeat().ticked();
-    assert!(matches!(stale.node.tasks[&task_id].phase, NodeTaskPhase::AwaitsOperator { .. }));
+    assert!(matches!(stale.node.tasks.by_id[&task_id].phase, NodeTaskPhase::AwaitsOperator { .. }));
     assert_eq!(stale.refuses(&admin(), update('b')), Rejection::UpdateInProgress { task_id });
     let resumed = stale.admin(Request::ResumeTask { task_id, reason: "looked".into() });
-    assert_eq!(resumed.node.tasks[&task_id].work.deadline_at - resumed.now, TimeDelta::seconds(720));
+    assert_eq!(resumed.node.tasks.by_id[&task_id].work.deadline_at - resumed.now, TimeDelta::seconds(720));
     let ended = resumed.agent(report(task_id, 2, DONE));
     let (next, other) = ordered(ended.after(TimeDelta::milliseconds(1)), 'b');
-    assert_eq!(next.node.latest_update().unwrap().work.task_id, other);
+    assert_eq!(next.node.tasks.latest_update().unwrap().work.task_id, other);
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn version_of_the_agent_is_recorded_at_once() {
         seen.package_digest = digit.map(digest);
         Request::Heartbeat { serial, seen, inventory, health }
     };
-    let known = |story: &Story| story.node.seen.as_ref().unwrap().package_digest.clone();
+    let known = |story: &Story| story.node.agent.contact.as_ref().unwrap().package_digest.clone();
     let story = node().active().agent(beat(Some('a')));
     assert_eq!(known(&story), Some(digest('a')));
     let story = story.after(TimeDelta::seconds(1)).agent(poll());
@@ -125,7 +125,7 @@ fn beats_updatable(story: Story, finding: &ReportedFinding) -> Story {
 /// A node that has the version of a rollout, which watches it.
 fn soaking() -> Story {
     let story = updatable().after_fact(of_soaking_rollout('a'));
-    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let task_id = story.node.tasks.latest_update().unwrap().work.task_id;
     let story = story.after(TimeDelta::seconds(5)).agent(report(task_id, 1, DONE));
     assert_eq!((outcome(&story), soaked(&story)), (Some(RolloutOutcome::Updated), None));
     story
@@ -163,19 +163,19 @@ fn outcome(story: &Story) -> Option<RolloutOutcome> {
 #[test]
 fn rollout_orders_one_update_however_often_it_repeats_itself() {
     let story = updatable().after_fact(of_rollout(ROLLOUT, 'a'));
-    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let task_id = story.node.tasks.latest_update().unwrap().work.task_id;
     assert_eq!(story.effects, vec![Effect::WakeNode(NODE)]);
     let story = story.after_fact(of_rollout(ROLLOUT, 'a')).unmoved();
     let story = story.agent(report(task_id, 1, DONE)).publishes(&["node.agent_updated"]);
     assert_eq!(outcome(&story), Some(RolloutOutcome::Updated));
     // The answer was lost: the order comes again.
     let story = story.after_fact(of_rollout(ROLLOUT, 'a')).publishes(&["node.rollout_node_ended"]);
-    assert_eq!((outcome(&story), story.node.tasks.len()), (Some(RolloutOutcome::Updated), 1));
+    assert_eq!((outcome(&story), story.node.tasks.by_id.len()), (Some(RolloutOutcome::Updated), 1));
     // Another rollout has updated it since then: a late order of the first begins nothing.
     let other = RolloutId(uuid::Uuid::from_u128(0xA));
     let story = story.after(TimeDelta::seconds(1)).after_fact(of_rollout(other, 'b'));
     let story = story.after_fact(of_rollout(ROLLOUT, 'a')).publishes(&["node.rollout_node_ended"]);
-    assert_eq!(story.node.tasks.len(), 2);
+    assert_eq!(story.node.tasks.by_id.len(), 2);
 }
 
 #[test]
@@ -195,12 +195,12 @@ fn rollout_skips_what_it_cannot_update_and_remembers_that() {
     let old = updatable().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS)));
     assert_eq!(skipped(old, 'a').1, "unsupported");
     let (by_hand, reason) = skipped(of_package(None), 'a');
-    assert_eq!((reason, by_hand.node.tasks.len()), ("unsupported", 0), "its agent would refuse the task");
+    assert_eq!((reason, by_hand.node.tasks.by_id.len()), ("unsupported", 0), "its agent would refuse the task");
     let (story, reason) = skipped(updatable().offline(), 'a');
     assert_eq!(reason, "offline");
     // A repetition of the order that comes after the node is back begins nothing.
     let (story, reason) = skipped(story.after_heartbeat().expect("active"), 'a');
-    assert_eq!((reason, story.node.tasks.len()), ("offline", 0));
+    assert_eq!((reason, story.node.tasks.by_id.len()), ("offline", 0));
 }
 
 /// The order of a rollout that includes held nodes.
@@ -221,7 +221,7 @@ fn rollout_updates_a_node_that_a_fault_holds_where_held_nodes_are_included() {
     let skipped = altered().after_fact(of_rollout(ROLLOUT, 'a'));
     assert_eq!(outcome(&skipped), Some(RolloutOutcome::Skipped { reason: SkipReason::Quarantined }));
     let ordered = altered().after_fact(of_rollout_with_held('a')).expect("quarantined");
-    let task_id = ordered.node.latest_update().expect("it is updated").work.task_id;
+    let task_id = ordered.node.tasks.latest_update().expect("it is updated").work.task_id;
     assert_eq!(ordered.pending_tasks(), ["agent.update"]);
     let updated = ordered.agent(report(task_id, 1, DONE)).expect("quarantined");
     assert_eq!(outcome(&updated), Some(RolloutOutcome::Updated));
@@ -235,7 +235,7 @@ fn rollout_updates_a_node_that_a_fault_holds_where_held_nodes_are_included() {
 fn rollout_skips_held_nodes_that_an_update_cannot_cure_or_that_are_silent() {
     let reason = |story: Story| {
         let story = story.after_fact(of_rollout_with_held('a'));
-        assert!(story.node.latest_update().is_none(), "no update begins");
+        assert!(story.node.tasks.latest_update().is_none(), "no update begins");
         let Some(RolloutOutcome::Skipped { reason }) = outcome(&story) else { panic!("{:?}", story.published) };
         reason.name()
     };
@@ -254,7 +254,7 @@ fn rollout_skips_held_nodes_that_an_update_cannot_cure_or_that_are_silent() {
 #[test]
 fn rolled_back_and_stalled_updates_are_failures_of_the_rollout() {
     let story = updatable().after_fact(of_rollout(ROLLOUT, 'a'));
-    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let task_id = story.node.tasks.latest_update().unwrap().work.task_id;
     let verdict = TaskOutcome::Failed { code: "rolled_back".into(), message: "m".into() };
     let failed = story.clone().agent(report(task_id, 1, verdict)).publishes(&["node.agent_update_failed"]);
     assert_eq!(outcome(&failed), Some(RolloutOutcome::Failed { reason: "rolled_back".into() }));
@@ -303,7 +303,7 @@ fn finding_from_before_the_update_is_no_fault_of_the_soak() {
     let evacuates = ReportedFinding { first_at: story.now, last_at: story.now, ..health::xid(79, 0) };
     let story = beats_updatable(story.policy(PolicyKey::NodeRepairAttempts, 0), &evacuates);
     let story = story.after(TimeDelta::seconds(30)).after_fact(of_soaking_rollout('a'));
-    let task_id = story.node.latest_update().expect("it is updated").work.task_id;
+    let task_id = story.node.tasks.latest_update().expect("it is updated").work.task_id;
     let story = beats_updatable(story.agent(report(task_id, 1, DONE)), &evacuates);
     assert_eq!(soaked(&story), None);
     assert_eq!(soaked(&story.after_fact(check())), Some(None));
@@ -317,7 +317,7 @@ fn node_that_is_in_order_is_watched_no_longer_after_its_answer() {
     assert_eq!(soaked(&asked.offline()), None);
     // A rollout without a soak gets no reports.
     let story = updatable().after_fact(of_rollout(ROLLOUT, 'a'));
-    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let task_id = story.node.tasks.latest_update().unwrap().work.task_id;
     assert_eq!(soaked(&story.agent(report(task_id, 1, DONE)).offline()), None);
     // An administrator took it out of service.
     assert_eq!(soaked(&soaking().quarantined()), None);
@@ -333,13 +333,13 @@ fn silence_shows_at_the_check_also_where_no_timer_watches_the_node() {
 #[test]
 fn late_result_of_an_update_without_one_changes_nothing_for_the_rollout() {
     let story = updatable().after_fact(of_soaking_rollout('a'));
-    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let task_id = story.node.tasks.latest_update().unwrap().work.task_id;
     let stalled = story.after(TimeDelta::seconds(720)).after_heartbeat().ticked();
     assert_eq!(outcome(&stalled), Some(RolloutOutcome::Failed { reason: "no_result".into() }));
     // It is offline meanwhile, and its result comes late.
     let offline = stalled.offline();
     assert_eq!(soaked(&offline), None, "it has failed already");
     let late = offline.agent(report(task_id, 1, DONE));
-    let recorded = late.node.rollouts.last().unwrap().outcome.clone();
+    let recorded = late.node.agent.rollouts.last().unwrap().outcome.clone();
     assert_eq!(recorded, Some(RolloutOutcome::Updated), "the node's own record");
 }

@@ -41,9 +41,13 @@ fn node_claims_its_gpus_from_its_first_poll_until_it_is_removed() {
 #[test]
 fn node_that_reports_a_claimed_gpu_is_quarantined_with_the_holders_id() {
     let contested = node().enrolled().contested(1, poll());
-    assert_eq!(contested.node.life, Phase::Quarantined { was: Box::new(Phase::Active) });
-    assert_eq!(contested.node.reason.code.as_str(), "gpu_of_another_node");
-    assert!(contested.node.reason.message.contains(&FIRST.to_string()), "{}", contested.node.reason.message);
+    assert_eq!(contested.node.lifecycle.phase, Phase::Quarantined { was: Box::new(Phase::Active) });
+    assert_eq!(contested.node.lifecycle.reason.code.as_str(), "gpu_of_another_node");
+    assert!(
+        contested.node.lifecycle.reason.message.contains(&FIRST.to_string()),
+        "{}",
+        contested.node.lifecycle.reason.message
+    );
     assert_eq!(contested.node.claims().len(), 3, "its other GPUs are its own");
     let from_to = contested.published.iter().filter_map(|event| {
         if let Event::NodeStateChanged { from, to, .. } = event { Some((from.as_deref(), to.as_str())) } else { None }
@@ -59,7 +63,7 @@ fn node_that_reports_a_claimed_gpu_is_quarantined_with_the_holders_id() {
 fn active_node_that_loses_a_gpu_claim_is_quarantined_and_keeps_its_tenants() {
     let contested = node().active().reserved().contested(0, heartbeat(NodeHealthStatus::Ok, inventory(GPUS)));
     assert_eq!(contested.node.state(), "quarantined");
-    assert_eq!(contested.node.holds.len(), 1);
+    assert_eq!(contested.node.tenancy.holds.len(), 1);
 }
 
 #[test]
@@ -77,7 +81,11 @@ fn quarantine_is_released_only_when_no_other_node_has_the_gpu() {
     let Rejection::NotInOrder { why } = refused else { panic!("{refused}") };
     assert!(why.contains(&FIRST.to_string()), "{why}");
     let released = contested.admin(release).node;
-    assert_eq!((released.life.clone(), released.claims().len()), (Phase::Active, 4), "the store takes the claims");
+    assert_eq!(
+        (released.lifecycle.phase.clone(), released.claims().len()),
+        (Phase::Active, 4),
+        "the store takes the claims"
+    );
 }
 
 #[test]
@@ -85,6 +93,6 @@ fn conflict_ends_when_the_node_reports_other_gpus() {
     let mut other = inventory(GPUS);
     other.gpus[1].uuid = "GPU-9".into();
     let corrected = node().enrolled().contested(1, poll()).agent(heartbeat(NodeHealthStatus::Ok, other)).node;
-    assert_eq!((corrected.contested_gpus.len(), corrected.state()), (0, "quarantined"));
+    assert_eq!((corrected.machine.contested_gpus.len(), corrected.state()), (0, "quarantined"));
     assert!(corrected.claims().contains("gpu/gpu-9"));
 }

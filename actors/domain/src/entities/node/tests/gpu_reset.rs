@@ -39,12 +39,12 @@ impl Story {
     }
 
     fn reset_phase(&self, gpu: u32) -> &'static str {
-        self.node.gpu_resets.get(&uuid(gpu)).map_or("none", |reset| reset.phase.name())
+        self.node.repair.gpu_resets.get(&uuid(gpu)).map_or("none", |reset| reset.phase.name())
     }
 
     /// The open tasks about one GPU, with that GPU.
     fn gpu_tasks(&self) -> Vec<(&'static str, String)> {
-        let open = self.node.tasks.values().filter(|task| task.phase == NodeTaskPhase::Open);
+        let open = self.node.tasks.by_id.values().filter(|task| task.phase == NodeTaskPhase::Open);
         open.filter_map(|task| Some((task.task_type.name(), task.gpu_uuid.clone()?))).collect()
     }
 
@@ -80,7 +80,7 @@ fn gpu_is_reset_validated_and_back_in_rent_beside_the_tenant_of_another() {
     assert_eq!(reset.node.gpus_free(), GPUS - 2, "the other GPUs stay in rent, this one waits for its validation");
     let valid = reset.ends(TaskType::NodeValidate, DONE).senses(&[]);
     assert_eq!((valid.node.gpus_free(), valid.reset_phase(3)), (GPUS - 1, "succeeded"));
-    assert_eq!((valid.gpu_tasks(), valid.node.repair.is_none()), (vec![], true));
+    assert_eq!((valid.gpu_tasks(), valid.node.repair.of_machine.is_none()), (vec![], true));
 }
 
 #[test]
@@ -121,8 +121,8 @@ fn line_that_says_it_is_not_fatal_repairs_nothing_and_a_fatal_one_costs_its_tena
     let gone = nonfatal.cleaning(1).reports(PROVED).senses(&[line("145.nonfatal.rlw_rxpipe")]);
     assert_eq!((gone.gpu_tasks(), gone.node.gpus_free()), (vec![], GPUS), "in rent again, without a repair");
     let fatal = node().active().ready().senses(&[line("149.fatal.netir_link_evt")]);
-    let devices = &fatal.node.holds[&TENANT].placed.devices;
-    assert_eq!(fatal.node.evacuation_reason(devices), Some("gpu_maintenance"));
+    let devices = &fatal.node.tenancy.holds[&TENANT].placed.devices;
+    assert_eq!(fatal.node.health.evacuation_reason(devices), Some("gpu_maintenance"));
     assert_eq!(fatal.node.fault_of(TENANT), Some("gpu_fault"));
     assert_eq!(fatal.gpu_tasks(), vec![], "its tenant is still there");
     let gone = fatal.cleaning(1).reports(PROVED).senses(&[line("149.fatal.netir_link_evt")]);
@@ -155,7 +155,7 @@ fn reservation_and_fault_in_the_same_second_never_meet() {
     assert_eq!(reserved.gpu_tasks(), vec![], "the reservation was first");
     let resetting = node().active().senses(&[pending_remap(0)]).senses(&[]);
     let rented = resetting.after_fact(reserve(TENANT, GPUS - 1));
-    assert!(!rented.node.holds_gpu(&uuid(0)), "the reset was first: the tenant has the other GPUs");
+    assert!(!rented.node.tenancy.holds_gpu(&uuid(0)), "the reset was first: the tenant has the other GPUs");
     assert_eq!(
         rented.refuses(&worker(), reserve(OTHER, 1)).to_string(),
         "0 GPUs are free, 1 are wanted",
@@ -178,7 +178,7 @@ fn event_is_over_with_the_reset_although_the_agent_reports_it_until_the_next_boo
     let faulty = node().active().senses(&[xid(EVENT, 3)]);
     let done = faulty.resets(&[xid(EVENT, 3)], &[xid(EVENT, 3)]);
     assert_eq!((done.node.gpus_free(), done.reset_phase(3), done.pending_tasks()), (GPUS, "succeeded", vec![]));
-    let cleared = done.node.findings[0].cleared.clone().unwrap();
+    let cleared = done.node.health.findings[0].cleared.clone().unwrap();
     assert_eq!(cleared.reason.as_deref(), Some("the GPU was reset"));
     let later = done.after(TimeDelta::minutes(5)).senses(&[xid(EVENT, 3)]);
     assert_eq!((later.node.gpus_free(), later.pending_tasks()), (GPUS, vec![]));
@@ -192,7 +192,7 @@ fn reset_that_fails_is_followed_by_a_reboot_once_all_tenants_are_gone() {
     let unsupported = TaskOutcome::Failed { code: "reset_unsupported".into(), message: "Not Supported".into() };
     let unreset = faulty.ends(TaskType::NodeGpuReset, unsupported).senses(&[pending_remap(3)]);
     assert_eq!((unreset.gpu_tasks(), unreset.reset_phase(3)), (vec![], "failed"));
-    assert_eq!(unreset.node.gpu_resets[&uuid(3)].phase.error(), Some("reset_unsupported: Not Supported"));
+    assert_eq!(unreset.node.repair.gpu_resets[&uuid(3)].phase.error(), Some("reset_unsupported: Not Supported"));
     assert_eq!(unreset.pending_tasks(), Vec::<&str>::new(), "a tenant is on the machine");
     let gone = unreset.after(TimeDelta::seconds(1)).cleaning(1).reports(PROVED).senses(&[pending_remap(3)]);
     assert_eq!(gone.pending_tasks(), ["node.reboot"]);
@@ -243,7 +243,7 @@ fn validation_of_a_gpu_is_judged_by_the_minimums_of_gpus_alone() {
     faulty.policy.set_minimums(registration().sku.sku_id, minimums);
     let reset = faulty.ends(TaskType::NodeGpuReset, DONE).senses(&[]);
     let measured = |lanes: u32| {
-        let task = reset.node.tasks.values().find(|task| task.task_type == TaskType::NodeValidate).unwrap();
+        let task = reset.node.tasks.by_id.values().find(|task| task.task_type == TaskType::NodeValidate).unwrap();
         let (task_id, attempt) = (task.work.task_id, task.work.attempt);
         let output: Value = json!({ "measurements": { "gpu_pcie_lanes": lanes } });
         let report = Request::Report {
@@ -259,8 +259,8 @@ fn validation_of_a_gpu_is_judged_by_the_minimums_of_gpus_alone() {
     assert_eq!(measured(16).reset_phase(3), "succeeded");
     let short = measured(8);
     assert_eq!(short.reset_phase(3), "unfit");
-    assert!(short.node.gpu_resets[&uuid(3)].phase.error().unwrap().contains("gpu_pcie_lanes is 8"));
-    assert_eq!(short.node.validation, None, "it is no validation of the machine");
+    assert!(short.node.repair.gpu_resets[&uuid(3)].phase.error().unwrap().contains("gpu_pcie_lanes is 8"));
+    assert_eq!(short.node.validation.last, None, "it is no validation of the machine");
 }
 
 #[test]
@@ -331,10 +331,10 @@ fn gpu_is_reset_once_a_day() {
 #[test]
 fn reset_without_a_result_is_dispatched_again_and_reported_results_of_before_are_refused() {
     let faulty = node().active().senses(&[pending_remap(3)]);
-    let work = faulty.node.tasks.values().next().unwrap().work.clone();
+    let work = faulty.node.tasks.by_id.values().next().unwrap().work.clone();
     let repeated = faulty.after(TimeDelta::seconds(601)).ticked();
     assert_eq!((repeated.gpu_tasks(), repeated.reset_phase(3)), (vec![("node.gpu_reset", uuid(3))], "resetting"));
-    let attempts: Vec<_> = repeated.node.tasks.values().map(|task| task.work.attempt).collect();
+    let attempts: Vec<_> = repeated.node.tasks.by_id.values().map(|task| task.work.attempt).collect();
     assert_eq!(attempts, [2]);
     let late = Request::Report {
         serial: SERIAL.into(),
@@ -432,7 +432,7 @@ fn snapshot_of_an_earlier_release_has_no_resets() {
     let mut stored = serde_json::to_value(&node().active().ready().node).unwrap();
     assert!(stored.as_object_mut().unwrap().remove("gpu_resets").is_none(), "nothing is stored of none");
     let read: Node = serde_json::from_value(stored).unwrap();
-    assert_eq!(read.gpu_resets, BTreeMap::new());
+    assert_eq!(read.repair.gpu_resets, BTreeMap::new());
 }
 
 /// What happens next to a node with tenants and faults.
@@ -500,7 +500,7 @@ impl Story {
             Happening::Abandon(n) => self.tries(&worker(), Fact::Abandon { allocation_id: tenant(n) }),
             Happening::Report { is_success } => self.reports_on_the_oldest(is_success),
             Happening::Reset(gpu) => self.tries(&admin(), reset(gpu)),
-            Happening::Clear if self.node.findings.is_empty() => self,
+            Happening::Clear if self.node.health.findings.is_empty() => self,
             Happening::Clear => self.clears(0),
             Happening::Wait(seconds) => self.after(TimeDelta::seconds(seconds)).ticked(),
         }
@@ -573,29 +573,30 @@ fn property_of_resets(totals: &std::cell::RefCell<Seen>) {
         .run(&happenings, |happenings| {
             let mut story = node().active().senses(&[]);
             for happening in happenings {
-                let before = story.node.gpu_resets.clone();
+                let before = story.node.repair.gpu_resets.clone();
                 // Ids of tasks are distinct by the time of their order.
                 story = story.after(TimeDelta::milliseconds(1)).meets(happening);
                 let node = &story.node;
-                let in_reset: BTreeSet<String> = node.gpus_in_reset().map(str::to_owned).collect();
+                let in_reset: BTreeSet<String> = node.repair.gpus_in_reset().map(str::to_owned).collect();
                 prop_assert!(node.has_one_tenant_on_each_gpu());
                 prop_assert!(in_reset.len() <= 1, "{in_reset:?}");
                 for gpu in story.gpus_of_tasks() {
                     prop_assert!(in_reset.contains(&gpu), "{gpu} is not withheld");
-                    prop_assert!(!node.holds_gpu(&gpu), "{gpu} has a tenant");
+                    prop_assert!(!node.tenancy.holds_gpu(&gpu), "{gpu} has a tenant");
                 }
                 for device in node.free_devices() {
                     prop_assert!(!in_reset.contains(&device.uuid), "{} is free", device.uuid);
                 }
                 let is_rebooted =
-                    node.tasks.values().any(|task| task.task_type == TaskType::NodeReboot && !task.has_ended());
-                prop_assert!(!is_rebooted || in_reset.is_empty() && node.holds.is_empty());
+                    node.tasks.by_id.values().any(|task| task.task_type == TaskType::NodeReboot && !task.has_ended());
+                prop_assert!(!is_rebooted || in_reset.is_empty() && node.tenancy.holds.is_empty());
                 let mut seen = totals.borrow_mut();
                 let is_new = in_reset.iter().any(|uuid| !before.contains_key(uuid));
                 seen.resets += u32::from(is_new);
-                seen.resets_beside_tenants += u32::from(is_new && !node.holds.is_empty());
+                seen.resets_beside_tenants += u32::from(is_new && !node.tenancy.holds.is_empty());
                 let is_done = |reset: &GpuReset| matches!(reset.phase, GpuResetPhase::Succeeded { .. });
-                seen.successes += u32::from(node.gpu_resets.values().any(is_done) && !before.values().any(is_done));
+                seen.successes +=
+                    u32::from(node.repair.gpu_resets.values().any(is_done) && !before.values().any(is_done));
             }
             Ok(())
         })

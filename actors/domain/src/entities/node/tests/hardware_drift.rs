@@ -29,7 +29,7 @@ fn as_expected() -> ReportedInventory {
 
 impl Story {
     fn expects(mut self, expected: Option<ExpectedHardware>) -> Self {
-        let of_sku = expected.map(|expected| (self.node.registration.sku.sku_id, expected));
+        let of_sku = expected.map(|expected| (self.node.machine.registration.sku.sku_id, expected));
         self.policy.set_expected_hardware(of_sku.into_iter().collect::<BTreeMap<_, _>>());
         self
     }
@@ -40,7 +40,7 @@ impl Story {
     }
 
     fn drift(&self) -> Option<String> {
-        let holds = self.node.quarantine_holds();
+        let holds = self.node.lifecycle.quarantine_holds();
         holds.into_iter().find(|hold| hold.author == HoldAuthor::Drift).map(|hold| hold.message)
     }
 }
@@ -70,7 +70,7 @@ fn comparison_line_by_line_finds_what_quarantines_the_node() {
         assert_eq!(shown.node.mismatch().is_some(), !items.is_empty());
     }
     let mut unseen = story.node.clone();
-    unseen.inventory = None;
+    unseen.machine.inventory = None;
     assert!(unseen.compared_hardware().iter().all(|line| line.found.is_none() && line.is_enough.is_none()));
 }
 
@@ -114,8 +114,8 @@ fn drift_takes_no_new_tenant_and_is_over_when_the_inventory_agrees_again() {
     let smaller = ReportedInventory { cpu_cores: 8, ..small.clone() };
     let story = node().active().ready().expects(Some(expected())).shows(as_expected()).expect("active");
     let drifted = story.shows(small).expect("quarantined").publishes(&["node.state_changed"]);
-    assert_eq!(drifted.node.reason.code, StateCode::InventoryDrift);
-    assert!(matches!(drifted.node.holds[&TENANT].phase, HoldPhase::Ready), "the tenant runs on");
+    assert_eq!(drifted.node.lifecycle.reason.code, StateCode::InventoryDrift);
+    assert!(matches!(drifted.node.tenancy.holds[&TENANT].phase, HoldPhase::Ready), "the tenant runs on");
     let refused = drifted.refuses(&worker(), reserve(AllocationId(Uuid::from_u128(77)), 1));
     assert!(matches!(refused, Rejection::NotSchedulable { .. }), "{refused}");
     let released = drifted.refuses(&admin(), Request::ReleaseQuarantine { reason: "r".into() });
@@ -135,7 +135,7 @@ fn change_of_the_sku_is_in_force_from_the_next_contact_on() {
     drifted.expects(None).shows(inventory(GPUS)).expect("active");
     let unfit = ExpectedHardware { memory_mib: Some(u64::MAX), ..ExpectedHardware::default() };
     let enrolling = node().expects(Some(unfit)).enrolled().agent(poll()).expect("enrolling");
-    assert_eq!(enrolling.node.reason.code, StateCode::InventoryMismatch);
+    assert_eq!(enrolling.node.lifecycle.reason.code, StateCode::InventoryMismatch);
 }
 
 proptest! {

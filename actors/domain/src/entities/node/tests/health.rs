@@ -52,7 +52,7 @@ impl Story {
     }
 
     pub(super) fn finding(&self, n: usize) -> FindingId {
-        self.node.findings[n].id
+        self.node.health.findings[n].id
     }
 
     pub(super) fn clears(self, n: usize) -> Self {
@@ -95,7 +95,7 @@ fn every_row_has_its_consequences_for_its_gpu_and_for_no_other() {
         let free: Vec<_> = of_other.node.free_devices().map(|gpu| gpu.index).collect();
         let is_gpu_withheld = !is_machine && withheld > 0;
         assert_eq!(free.contains(&3), !is_gpu_withheld, "{name}");
-        let devices = &of_tenant.node.holds[&TENANT].placed.devices;
+        let devices = &of_tenant.node.tenancy.holds[&TENANT].placed.devices;
         let messages = of_tenant.node.tenant_messages(devices, start());
         assert_eq!(messages.first().map_or("", String::as_str), rule.tenant_message, "{name}");
         let foreign = of_other.node.tenant_messages(devices, start());
@@ -107,8 +107,8 @@ fn every_row_has_its_consequences_for_its_gpu_and_for_no_other() {
 fn unknown_xid_is_shown_and_has_no_other_consequence() {
     let story = node().active().ready().finds(&[xid(4711, TENANTS)]).expect("active");
     assert_eq!((story.faults(), story.node.gpus_free()), (vec![], GPUS - 1));
-    assert_eq!(story.node.health.status, NodeHealthStatus::Warning);
-    assert_eq!(story.node.alerts()[0]["classifications"], serde_json::json!(["warn"]));
+    assert_eq!(story.node.health.reported.status, NodeHealthStatus::Warning);
+    assert_eq!(story.node.health.alerts()[0]["classifications"], serde_json::json!(["warn"]));
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn two_findings_on_one_gpu_and_one_cleared_leave_the_other() {
     let one = both.clears(0);
     assert_eq!(one.node.gpus_free(), GPUS - 1, "the other one still withholds it");
     let none = one.clears(1);
-    assert_eq!((none.node.gpus_free(), none.node.health.status), (GPUS, NodeHealthStatus::Ok));
+    assert_eq!((none.node.gpus_free(), none.node.health.reported.status), (GPUS, NodeHealthStatus::Ok));
     // The agent goes on reporting what was cleared.
     let repeated = none.finds(&[xid(79, 3), xid(95, 3)]);
     assert_eq!(repeated.node.gpus_free(), GPUS);
@@ -193,7 +193,7 @@ fn missing_gpu_is_a_fault_of_that_gpu_and_no_drift() {
     assert_eq!((lost.faults(), lost.node.gpus_free()), (vec![], GPUS - 2));
     // Without the finding, a machine with a GPU less is another machine than the SKU promises.
     let drift = story.clone().agent(beat(&story, vec![])).expect("quarantined");
-    assert_eq!(drift.node.reason.code, StateCode::InventoryDrift);
+    assert_eq!(drift.node.lifecycle.reason.code, StateCode::InventoryDrift);
     // A node that never had all of its GPUs does not become active.
     let enrolling = node().enrolled();
     let short = enrolling.clone().agent(beat(&enrolling, vec![found("gpu", "lost", Some(3))]));
@@ -224,7 +224,7 @@ fn meter_stops_at_the_time_of_the_fault_by_the_control_planes_clock() {
 #[test]
 fn fault_that_is_dated_before_the_last_contact_stops_the_meter_no_earlier() {
     let story = node().active().ready().after(TimeDelta::hours(5)).finds(&[]).after(TimeDelta::seconds(10));
-    let seen_at = story.node.seen.as_ref().unwrap().last_seen_at;
+    let seen_at = story.node.agent.contact.as_ref().unwrap().last_seen_at;
     let wrong = ReportedFinding { first_at: Timestamp::UNIX_EPOCH, ..xid(79, TENANTS) };
     let at = story.finds(&[wrong]).faults()[0].1;
     assert_eq!(seen_at - at, TimeDelta::seconds(90));
@@ -240,7 +240,7 @@ fn findings_are_bounded_and_those_without_consequences_go_first() {
     let shown = (0..100).map(|n| xid(10_000 + n, 1));
     let all: Vec<_> = std::iter::once(xid(79, 3)).chain(shown).collect();
     let story = without_repair().active().finds(&all);
-    assert_eq!((story.node.findings.len(), story.node.gpus_free()), (MAX_STORED_FINDINGS, GPUS - 1));
+    assert_eq!((story.node.health.findings.len(), story.node.gpus_free()), (MAX_STORED_FINDINGS, GPUS - 1));
     let size = serde_json::to_string(&story.node).unwrap().len();
     assert!(size < Node::SNAPSHOT_MOST / 2, "{size}");
 }
@@ -250,13 +250,13 @@ fn older_agent_is_judged_by_its_own_health() {
     let story = node().active().ready().finds(&[xid(79, 3)]);
     let older = story.agent(heartbeat(NodeHealthStatus::Critical, inventory(GPUS))).expect("quarantined");
     assert_eq!(older.faults()[0].0, "health_critical");
-    assert_eq!(older.node.alerts(), Vec::<serde_json::Value>::new());
+    assert_eq!(older.node.health.alerts(), Vec::<serde_json::Value>::new());
 }
 
 // The holds of a quarantine.
 
 fn authors(story: &Story) -> Vec<HoldAuthor> {
-    story.node.quarantine_holds().into_iter().map(|hold| hold.author).collect()
+    story.node.lifecycle.quarantine_holds().into_iter().map(|hold| hold.author).collect()
 }
 
 fn hung() -> ReportedFinding {
@@ -272,9 +272,12 @@ fn recovery_takes_back_its_own_hold_and_no_other() {
     // An administrator's hold stays, whichever came first.
     let both = hung_node.quarantined().expect("quarantined");
     assert_eq!(authors(&both), [HoldAuthor::Health, HoldAuthor::Administrator]);
-    assert_eq!(both.node.reason.code, StateCode::HealthCritical);
+    assert_eq!(both.node.lifecycle.reason.code, StateCode::HealthCritical);
     let left = both.finds(&[]).expect("quarantined");
-    assert_eq!((authors(&left), left.node.reason.code.as_str()), (vec![HoldAuthor::Administrator], "quarantined"));
+    assert_eq!(
+        (authors(&left), left.node.lifecycle.reason.code.as_str()),
+        (vec![HoldAuthor::Administrator], "quarantined")
+    );
     let administrators = node().active().quarantined().finds(&[hung()]);
     assert_eq!(authors(&administrators), [HoldAuthor::Administrator, HoldAuthor::Health]);
     let left = administrators.finds(&[]).expect("quarantined");
@@ -289,7 +292,10 @@ fn drift_and_health_are_held_at_once_and_end_one_by_one() {
     let both = story.agent(beat(GPUS - 1, vec![hung()])).agent(beat(GPUS - 1, vec![hung()]));
     assert_eq!(authors(&both), [HoldAuthor::Health, HoldAuthor::Drift]);
     let drift = both.agent(beat(GPUS - 1, vec![])).expect("quarantined");
-    assert_eq!((authors(&drift), &drift.node.reason.code), (vec![HoldAuthor::Drift], &StateCode::InventoryDrift));
+    assert_eq!(
+        (authors(&drift), &drift.node.lifecycle.reason.code),
+        (vec![HoldAuthor::Drift], &StateCode::InventoryDrift)
+    );
     drift.agent(beat(GPUS, vec![])).expect("active");
 }
 
@@ -302,7 +308,7 @@ fn administrator_who_clears_the_finding_lifts_the_hold_of_health() {
 #[test]
 fn quarantine_of_an_earlier_release_has_the_hold_of_its_reason() {
     let mut story = node().active().finds(&[hung()]);
-    story.node.quarantine_holds.clear();
+    story.node.lifecycle.quarantine_holds.clear();
     assert_eq!(authors(&story), [HoldAuthor::Health]);
     story.finds(&[]).expect("active");
 }
@@ -310,7 +316,7 @@ fn quarantine_of_an_earlier_release_has_the_hold_of_its_reason() {
 #[test]
 fn hold_of_a_node_that_leaves_quarantine_is_gone() {
     let retired = node().active().finds(&[hung()]).admin(retire(false)).expect("retired");
-    assert_eq!(retired.node.quarantine_holds, []);
+    assert_eq!(retired.node.lifecycle.quarantine_holds, []);
 }
 
 proptest! {

@@ -42,12 +42,12 @@ fn new_xid_is_classified_for_findings_that_are_stored_already() {
     assert!(!shown.is_credited());
     let failed = shown.overridden(&[judgement("xid/4711", &FAILED)]).finds(&[xid(NEW, 0)]);
     assert!(failed.is_credited() && failed.node.evacuation_of(TENANT).is_some());
-    let devices = &failed.node.holds[&TENANT].placed.devices;
+    let devices = &failed.node.tenancy.holds[&TENANT].placed.devices;
     assert_eq!(failed.node.tenant_messages(devices, start()), ["Leave the GPU."]);
-    assert_eq!(failed.node.findings[0].repair(), Repair::Operator);
+    assert_eq!(failed.node.health.findings[0].repair(), Repair::Operator);
     // Taken back: the row holds again, and the tenant may stay.
     let over = failed.overridden(&[]).finds(&[xid(NEW, 0)]).publishes(&["node.evacuation_ended"]);
-    assert_eq!(over.node.alerts()[0]["classifications"], serde_json::json!(["warn"]));
+    assert_eq!(over.node.health.alerts()[0]["classifications"], serde_json::json!(["warn"]));
 }
 
 #[test]

@@ -17,9 +17,9 @@ fn accepted(story: &Story) -> Vec<(String, u64)> {
 fn altered_machine_takes_no_new_tenant_and_the_present_one_runs_on_and_pays() {
     for rule in TABLE.iter().filter(|rule| rule.has(FindingClass::Quarantine)) {
         let altered = node().active().ready().finds(&[found(rule.probe, rule.code, None)]).expect("quarantined");
-        assert_eq!(altered.node.reason.code, StateCode::IntegrityFinding, "{}", rule.code);
-        assert!(altered.node.reason.message.contains(rule.code), "{}", altered.node.reason.message);
-        assert!(matches!(altered.node.holds[&TENANT].phase, HoldPhase::Ready));
+        assert_eq!(altered.node.lifecycle.reason.code, StateCode::IntegrityFinding, "{}", rule.code);
+        assert!(altered.node.lifecycle.reason.message.contains(rule.code), "{}", altered.node.lifecycle.reason.message);
+        assert!(matches!(altered.node.tenancy.holds[&TENANT].phase, HoldPhase::Ready));
         assert!(!altered.published.iter().any(|event| matches!(event, Event::TenantFaulted { .. })), "{}", rule.code);
         assert!(matches!(altered.refuses(&worker(), reserve(OTHER, 1)), Rejection::NotSchedulable { .. }));
         let refused = altered.refuses(&admin(), Request::ReleaseQuarantine { reason: "r".into() });
@@ -56,16 +56,16 @@ fn other_findings_are_not_accepted_by_being_cleared() {
 fn hold_names_all_findings_and_ends_with_the_last() {
     let sudoers = found("privilege", "sudoers", None);
     let both = node().active().finds(&[setuid(1)]).finds(&[setuid(1), sudoers.clone()]).expect("quarantined");
-    let message = both.node.quarantine_holds()[0].message.clone();
+    let message = both.node.lifecycle.quarantine_holds()[0].message.clone();
     assert!(message.contains("/var/lib/.x") && message.contains("privilege/sudoers"), "{message}");
-    assert_eq!(both.node.quarantine_holds().len(), 1);
+    assert_eq!(both.node.lifecycle.quarantine_holds().len(), 1);
     both.finds(&[sudoers]).expect("quarantined").finds(&[]).expect("active");
 }
 
 #[test]
 fn drift_and_altered_machine_are_holds_of_their_own() {
     let story = node().active().finds(&[setuid(1)]).quarantined().finds(&[]).expect("quarantined");
-    let authors: Vec<_> = story.node.quarantine_holds().iter().map(|hold| hold.author).collect();
+    let authors: Vec<_> = story.node.lifecycle.quarantine_holds().iter().map(|hold| hold.author).collect();
     assert_eq!(authors, [HoldAuthor::Administrator]);
 }
 
@@ -92,7 +92,7 @@ fn hold_names_eight_findings_at_most() {
     let held = node().active().finds(&all).expect("quarantined");
     let named = |message: &str| all.iter().filter(|it| message.contains(&format!("{}/{},", it.probe, it.code))).count();
     assert!(all.len() > 8);
-    assert_eq!(named(&held.node.reason.message), 8, "{}", held.node.reason.message);
+    assert_eq!(named(&held.node.lifecycle.reason.message), 8, "{}", held.node.lifecycle.reason.message);
 }
 
 #[test]

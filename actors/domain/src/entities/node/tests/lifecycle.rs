@@ -85,7 +85,7 @@ fn expired_enrollment_revokes_its_certificate() {
 #[test]
 fn inventory_mismatch_prevents_activation() {
     let short = node().enrolled().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1))).expect("enrolling");
-    assert_eq!(short.node.reason.code.as_str(), "inventory_mismatch");
+    assert_eq!(short.node.lifecycle.reason.code.as_str(), "inventory_mismatch");
     short.after_heartbeat().expect("active");
 }
 
@@ -94,7 +94,7 @@ fn inventory_mismatch_is_described_in_a_sentence() {
     let mut node = node().active().node;
     let mut table = String::new();
     let mut look = |inventory: Option<ReportedInventory>| {
-        node.inventory = inventory;
+        node.machine.inventory = inventory;
         writeln!(table, "{}", node.mismatch().unwrap_or_else(|| "as promised".into())).unwrap();
     };
     let changed = |change: &dyn Fn(&mut ReportedGpu)| {
@@ -177,7 +177,7 @@ fn removed_node_gets_nothing_after_the_reply() {
 fn silent_node_goes_offline_with_its_tenants_and_returns_on_contact() {
     let silent = node().active().ready().offline().expect("offline");
     assert_eq!(silent.now - start(), TimeDelta::seconds(90));
-    assert_eq!(silent.node.holds.len(), 1);
+    assert_eq!(silent.node.tenancy.holds.len(), 1);
     assert_eq!(silent.node.gpus_free(), 0);
     let back = silent.agent(poll()).expect("active");
     assert_eq!(back.node.timer(), Some(back.now + TimeDelta::seconds(90)));
@@ -197,22 +197,25 @@ fn restarted_machine_keeps_its_tenants_and_is_audited() {
         let restart = step.audit.iter().find(|audit| audit.action == AuditAction::NodesRestart).unwrap();
         assert_eq!(restart.metadata["old_boot_id"], "boot-1");
         let next = step.next.unwrap();
-        assert_eq!((next.state(), next.holds == story.node.holds), ("active", true));
-        assert_eq!(next.seen.as_ref().unwrap().boot_id, "boot-2");
+        assert_eq!((next.state(), next.tenancy.holds == story.node.tenancy.holds), ("active", true));
+        assert_eq!(next.agent.contact.as_ref().unwrap().boot_id, "boot-2");
     }
     let back = node().active().ready().offline().agent(rebooted());
-    assert_eq!(back.node.reason.code.as_str(), "restarted");
+    assert_eq!(back.node.lifecycle.reason.code.as_str(), "restarted");
     let same = node().active().ready().offline().after_heartbeat();
-    assert_eq!(same.node.reason.code.as_str(), "heard_again");
+    assert_eq!(same.node.lifecycle.reason.code.as_str(), "heard_again");
 }
 
 #[test]
 fn deadline_of_an_enrolled_node_says_why_it_is_not_active() {
     let short = node().enrolled().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1)));
     let why = "The SKU h100x4 has 4 GPUs, the machine reports 3.";
-    assert_eq!((short.node.reason.message.as_str(), short.node.deadline().unwrap().reason.as_str()), (why, why));
+    assert_eq!(
+        (short.node.lifecycle.reason.message.as_str(), short.node.deadline().unwrap().reason.as_str()),
+        (why, why)
+    );
     let shorter = short.agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 2)));
-    assert_eq!(shorter.node.reason.message, "The SKU h100x4 has 4 GPUs, the machine reports 2.");
+    assert_eq!(shorter.node.lifecycle.reason.message, "The SKU h100x4 has 4 GPUs, the machine reports 2.");
 }
 
 #[test]
@@ -230,7 +233,7 @@ fn critical_health_quarantines_and_release_restores_the_phase() {
     for story in [node().enrolled(), node().active(), node().active().retired()] {
         let was = story.node.state();
         let sick = story.agent(critical()).expect("quarantined");
-        assert_eq!(sick.node.reason.code.as_str(), "health_critical");
+        assert_eq!(sick.node.lifecycle.reason.code.as_str(), "health_critical");
         let release = Request::ReleaseQuarantine { reason: "repaired".into() };
         assert!(matches!(sick.refuses(&admin(), release.clone()), Rejection::NotInOrder { .. }));
         sick.after_heartbeat().expect("quarantined").admin(release).expect(was);
@@ -241,8 +244,8 @@ fn critical_health_quarantines_and_release_restores_the_phase() {
 fn inventory_drift_quarantines_the_node() {
     let drifted = node().active().ready().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1)));
     let drifted = drifted.expect("quarantined");
-    assert_eq!(drifted.node.reason.code.as_str(), "inventory_drift");
-    assert_eq!(drifted.node.holds.len(), 1);
+    assert_eq!(drifted.node.lifecycle.reason.code.as_str(), "inventory_drift");
+    assert_eq!(drifted.node.tenancy.holds.len(), 1);
 }
 
 #[test]
@@ -350,10 +353,10 @@ fn change_of_address_drops_the_probe_outcome() {
         if_version: None,
     };
     let mut story = node();
-    story.node.probe = probe(true);
-    assert_eq!(story.clone().admin(revise("node-a", None)).node.probe, probe(true), "the same address");
-    assert_eq!(story.clone().admin(revise("node-b", None)).node.probe, None);
-    assert_eq!(story.admin(revise("node-b", probe(false))).node.probe, probe(false));
+    story.node.machine.probe = probe(true);
+    assert_eq!(story.clone().admin(revise("node-a", None)).node.machine.probe, probe(true), "the same address");
+    assert_eq!(story.clone().admin(revise("node-b", None)).node.machine.probe, None);
+    assert_eq!(story.admin(revise("node-b", probe(false))).node.machine.probe, probe(false));
 }
 
 #[test]
@@ -364,7 +367,7 @@ fn a_quarantined_machine_that_is_beyond_repair_can_be_removed() {
     let refused = dead.refuses(&admin(), Request::Reactivate { reason: "r".into() });
     assert!(matches!(refused, Rejection::NotInOrder { .. }), "what is left on it keeps it from coming back");
     let gone = dead.removing().at_its_timer().ticked().expect("removed");
-    assert!(gone.node.holds.is_empty());
+    assert!(gone.node.tenancy.holds.is_empty());
 }
 
 #[test]
@@ -394,15 +397,15 @@ fn quarantined_node_that_has_drained_is_retired_on_release() {
 #[test]
 fn silent_node_has_the_time_of_its_last_contact_in_every_state() {
     let active = node().active();
-    let last = Some(active.node.seen.as_ref().unwrap().last_seen_at);
-    assert_eq!(active.node.silent_since(active.now), None);
+    let last = Some(active.node.agent.contact.as_ref().unwrap().last_seen_at);
+    assert_eq!(active.node.agent.silent_since(active.now), None);
     let offline = active.clone().offline().expect("offline");
-    assert_eq!(offline.node.silent_since(offline.now), last);
+    assert_eq!(offline.node.agent.silent_since(offline.now), last);
     // A quarantined node does not become offline.
     let quarantined = active.quarantined().after(TimeDelta::seconds(90));
-    assert_eq!(quarantined.node.silent_since(quarantined.now), last);
+    assert_eq!(quarantined.node.agent.silent_since(quarantined.now), last);
     let back = quarantined.after_heartbeat().expect("quarantined");
-    assert_eq!(back.node.silent_since(back.now), None);
+    assert_eq!(back.node.agent.silent_since(back.now), None);
 }
 
 #[test]
@@ -448,11 +451,9 @@ fn refused_enrollment_is_audited_with_its_cause_once_a_minute() {
         if let Some(refused) = refused {
             assert_eq!(refused.audit.action, AuditAction::NodesRefuseEnrollment);
             assert_eq!(refused.audit.metadata["cause"], "the enrollment token does not hold: it was used before");
-            assert_eq!(
-                Node { refusals: story.node.refusals, ..refused.next.clone() },
-                story.node,
-                "nothing else changes"
-            );
+            let mut others = refused.next.clone();
+            others.identity.refusals = story.node.identity.refusals;
+            assert_eq!(others, story.node, "nothing else changes");
             story.node = refused.next;
             stored.push(second);
         }

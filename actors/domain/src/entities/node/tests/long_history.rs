@@ -7,9 +7,9 @@ const LARGEST: usize = 16 * 1024;
 /// The agent reports that it carried out the tenant's task.
 fn succeeds(story: Story, serial: &str, allocation_id: AllocationId, proof: Option<AllocationId>) -> Story {
     let Some(HoldPhase::Provisioning { work } | HoldPhase::Releasing { work }) =
-        story.node.holds.get(&allocation_id).map(|hold| hold.phase.clone())
+        story.node.tenancy.holds.get(&allocation_id).map(|hold| hold.phase.clone())
     else {
-        panic!("there is no task: {:?}", story.node.holds)
+        panic!("there is no task: {:?}", story.node.tenancy.holds)
     };
     story.agent(Request::Report {
         serial: serial.into(),
@@ -71,6 +71,6 @@ fn snapshot_after_a_thousand_allocations_with_tasks_renewals_and_quarantines_is_
         }
         largest = largest.max(serde_json::to_string(&story.node).unwrap().len());
     }
-    assert!(story.node.holds.is_empty(), "{:?}", story.node.holds);
+    assert!(story.node.tenancy.holds.is_empty(), "{:?}", story.node.tenancy.holds);
     assert!(largest < LARGEST, "{largest}");
 }

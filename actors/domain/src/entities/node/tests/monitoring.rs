@@ -33,7 +33,7 @@ fn node_that_polls_without_heartbeats_gets_no_new_tenant_until_its_next_heartbea
     assert!(why.contains("has sent no heartbeat since 2027-01-15T08:00:00Z: its monitoring hangs"), "{why}");
     let refused = story.refuses(&worker(), reserve(OTHER, 1));
     assert_eq!(refused, Rejection::NotSchedulable { why: why.clone() });
-    assert_eq!((story.node.gpus_free(), story.node.holds.len()), (0, 1), "its tenant stays");
+    assert_eq!((story.node.gpus_free(), story.node.tenancy.holds.len()), (0, 1), "its tenant stays");
     let deadline = story.node.deadline().unwrap();
     assert!(deadline.at <= story.now && deadline.reason == why, "it is shown as overdue: {deadline:?}");
     let back = story.after_heartbeat().expect("active");
@@ -45,7 +45,7 @@ fn first_poll_after_the_heartbeats_time_is_written_although_the_last_contact_is_
     let story = polling(node().active().after_heartbeat(), 10, OFFLINE_AFTER + LAG - 10);
     let story = story.after(seconds(9)).agent(poll());
     let shows = story.after(seconds(1)).agent(poll());
-    assert!(shows.wrote && shows.node.unmonitored_since().is_some());
+    assert!(shows.wrote && shows.node.agent.unmonitored_since().is_some());
     shows.after(seconds(1)).agent(poll()).unmoved();
 }
 
@@ -56,28 +56,28 @@ fn poll_after_a_silence_has_as_long_for_its_heartbeat_as_a_new_agent() {
     let story = polling(story, 10, OFFLINE_AFTER + LAG - 10);
     assert_eq!(story.node.not_schedulable(), None);
     let story = polling(story, 10, 10);
-    assert_eq!(story.node.unmonitored_since(), Some(start()), "since the last heartbeat of all");
+    assert_eq!(story.node.agent.unmonitored_since(), Some(start()), "since the last heartbeat of all");
 }
 
 #[test]
 fn agent_that_enrolls_and_never_sends_a_heartbeat_gets_no_tenant() {
     let story = polling(node().active(), 10, OFFLINE_AFTER + LAG);
-    assert_eq!(story.node.unmonitored_since(), Some(start()));
+    assert_eq!(story.node.agent.unmonitored_since(), Some(start()));
 }
 
 #[test]
 fn snapshot_of_an_earlier_release_counts_from_its_last_contact() {
     let mut story = node().active().after_heartbeat();
-    let seen = story.node.seen.as_mut().unwrap();
+    let seen = story.node.agent.contact.as_mut().unwrap();
     seen.last_heartbeat = None;
     let last_seen_at = seen.last_seen_at;
     let stored = serde_json::to_value(&story.node).unwrap();
     assert!(stored["seen"].get("last_heartbeat").is_none());
     story.node = serde_json::from_value(stored).unwrap();
-    assert_eq!(story.node.unmonitored_since(), None);
+    assert_eq!(story.node.agent.unmonitored_since(), None);
     let story = polling(story, 10, OFFLINE_AFTER + LAG);
-    assert_eq!(story.node.unmonitored_since(), Some(last_seen_at));
-    assert_eq!(story.after_heartbeat().node.unmonitored_since(), None);
+    assert_eq!(story.node.agent.unmonitored_since(), Some(last_seen_at));
+    assert_eq!(story.after_heartbeat().node.agent.unmonitored_since(), None);
 }
 
 #[test]
@@ -108,7 +108,7 @@ proptest! {
                 last = story.now;
             }
             let age = (story.now - last).num_seconds();
-            let is_unmonitored = story.node.unmonitored_since().is_some();
+            let is_unmonitored = story.node.agent.unmonitored_since().is_some();
             prop_assert!(!is_unmonitored || age >= OFFLINE_AFTER, "{age} s after a heartbeat");
             prop_assert!(is_unmonitored || age < OFFLINE_AFTER + LAG, "{age} s after a heartbeat");
             prop_assert_eq!(story.node.not_schedulable().is_some(), is_unmonitored);

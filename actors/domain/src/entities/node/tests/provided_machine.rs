@@ -40,7 +40,7 @@ impl Story {
     }
 
     pub(super) fn machine(&self) -> &ProvidedMachine {
-        self.node.machine.as_ref().unwrap()
+        self.node.machine.provided.as_ref().unwrap()
     }
 
     /// The provider deploys it, its agent enrolls and polls.
@@ -113,8 +113,12 @@ fn token_of_a_machine_that_is_not_to_be_deployed_is_refused() {
 #[test]
 fn failed_deployment_marks_the_machine_as_broken_and_shows_why() {
     let failing = provided().after_fact(token()).at_the_provider(failed_at_provider()).expect("registered");
-    assert_eq!(failing.node.reason.code.as_str(), "deployment_failed");
-    assert!(failing.node.reason.message.contains("Failed deployment"), "{}", failing.node.reason.message);
+    assert_eq!(failing.node.lifecycle.reason.code.as_str(), "deployment_failed");
+    assert!(
+        failing.node.lifecycle.reason.message.contains("Failed deployment"),
+        "{}",
+        failing.node.lifecycle.reason.message
+    );
     assert!(failing.published.contains(&Event::MachineDue { node_id: NODE }), "it is to be marked as broken");
     assert!(failing.node.identity.token.is_none(), "the token of the failed deployment is void");
     let marked = failing.at_the_provider(ProviderReport::Done);
@@ -133,7 +137,11 @@ fn unknown_status_is_progress_until_the_deadline() {
     let late = story.clone().after(DEPLOY - TimeDelta::seconds(1)).ticked().expect("bootstrap-issued");
     assert_eq!(late.machine().step, ProviderStep::Deploying);
     let over = story.after(DEPLOY).ticked().expect("registered");
-    assert!(over.node.reason.message.contains("Testing the future"), "{}", over.node.reason.message);
+    assert!(
+        over.node.lifecycle.reason.message.contains("Testing the future"),
+        "{}",
+        over.node.lifecycle.reason.message
+    );
     assert!(matches!(over.machine().step, ProviderStep::Failing { .. }));
 }
 
@@ -162,7 +170,7 @@ fn late_report_of_an_earlier_step_has_no_effect() {
 #[test]
 fn machine_that_was_released_by_others_quarantines_its_node() {
     let story = provided().deployed().at_the_provider(lost()).expect("quarantined");
-    assert_eq!(story.node.reason.code.as_str(), "machine_lost");
+    assert_eq!(story.node.lifecycle.reason.code.as_str(), "machine_lost");
     assert_eq!(story.node.gpus_free(), 0);
     let repeated = story.at_the_provider(lost()).unmoved();
     repeated.after_heartbeat().expect("quarantined");

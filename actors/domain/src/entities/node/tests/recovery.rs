@@ -78,7 +78,10 @@ fn later_enrollment_with_a_lost_answer_is_recovered_too_and_is_no_clone() {
 fn old_generation_with_valid_token_and_signature_is_a_suspected_clone() {
     let recovered = node().active().agent(recover(recovery(2)));
     let cloned = recovered.agent(recover(recovery(3))).expect("quarantined");
-    assert_eq!((cloned.reply.clone(), cloned.node.reason.code.as_str()), (Reply::CloneSuspected, "clone_suspected"));
+    assert_eq!(
+        (cloned.reply.clone(), cloned.node.lifecycle.reason.code.as_str()),
+        (Reply::CloneSuspected, "clone_suspected")
+    );
     assert_eq!(left(&cloned), (2, 4), "it got nothing");
     assert_eq!(cloned.refuses(&agent(), polled_with("r3")), Rejection::CertificateUnknown);
     cloned.agent(recover(recovery(4))).expect("quarantined");

@@ -38,7 +38,7 @@ impl Story {
     }
 
     fn validated(self, verdict: TaskOutcome) -> Self {
-        let open = self.node.tasks.values().find(|task| task.phase == NodeTaskPhase::Open).unwrap();
+        let open = self.node.tasks.by_id.values().find(|task| task.phase == NodeTaskPhase::Open).unwrap();
         let (task_id, attempt) = (open.work.task_id, open.work.attempt);
         let output = Some(super::validation::report(1));
         self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None })
@@ -67,12 +67,12 @@ fn only_whole_nodes_that_can_be_reimaged_are_reserved() {
 fn tenant_is_gone_with_its_proof_and_no_gpu_is_free_before_the_new_system_is_validated() {
     let held = provided().deployed().after_whole_tenant().expect("quarantined");
     assert!(held.published.iter().any(|event| event.subject() == "node.tenant_gone"), "the user sees released");
-    assert_eq!((held.node.reason.code.as_str(), held.node.gpus_free()), ("reimaging", 0));
+    assert_eq!((held.node.lifecycle.reason.code.as_str(), held.node.gpus_free()), ("reimaging", 0));
     assert_eq!(held.refuses(&agent(), poll()), Rejection::CertificateUnknown, "the old system has no identity");
     let installed = held.reinstalled().agent(provided_enrollment("new")).agent(poll()).expect("quarantined");
     assert_eq!((installed.pending_tasks(), installed.node.gpus_free()), (vec!["node.validate"], 0));
     let done = installed.after_heartbeat().validated(FIT).expect("active");
-    assert_eq!((done.node.gpus_free(), done.node.reimage.clone()), (GPUS, None));
+    assert_eq!((done.node.gpus_free(), done.node.machine.reimage.clone()), (GPUS, None));
     assert_eq!(done.node.id, NODE);
 }
 
@@ -87,8 +87,12 @@ fn machine_that_returns_with_the_old_disk_is_refused_and_the_node_stays_held() {
     let back = provided().deployed().after_whole_tenant().reinstalled().agent(provided_enrollment("old"));
     assert_eq!(back.reply, Reply::SystemRefused);
     let back = back.expect("quarantined");
-    assert_eq!(back.node.reason.code.as_str(), "system_refused");
-    assert!(back.node.reason.message.contains("machine id of the system before"), "{}", back.node.reason.message);
+    assert_eq!(back.node.lifecycle.reason.code.as_str(), "system_refused");
+    assert!(
+        back.node.lifecycle.reason.message.contains("machine id of the system before"),
+        "{}",
+        back.node.lifecycle.reason.message
+    );
     let repeated = back.refuses(&agent(), provided_enrollment("new"));
     assert_eq!(repeated, Rejection::TokenRefused { cause: EnrollmentTokenFault::NoneIssued }, "its token is void");
     assert!(back.node.deadline().is_some_and(|deadline| deadline.at <= back.now), "overdue, for an operator");
@@ -150,7 +154,7 @@ fn new_system_is_compared_with_the_image_that_its_deployment_was_ordered_with() 
     }
     // A refused system is followed by an order with the image of then.
     let refused = held.reinstalled_with(image(second)).agent(enrollment_with(first)).expect("quarantined");
-    let message = &refused.node.reason.message;
+    let message = &refused.node.lifecycle.reason.message;
     assert!(message.contains("shows the image sha256:1, and sha256:2 was to be installed"), "{message}");
     let third = refused.admin(reimage()).reinstalled_with(image(Some("sha256:3")));
     third.agent(enrollment_with(Some("sha256:3"))).agent(poll()).validated(FIT).expect("active");
@@ -177,7 +181,7 @@ fn order_of_an_earlier_release_names_no_image_and_its_snapshot_keeps_that_of_the
     let snapshot = serde_json::to_value(&provided().deployed().node).unwrap();
     assert_eq!(snapshot["machine"]["image_digest"], "sha256:1");
     let read: Node = serde_json::from_value(snapshot).unwrap();
-    assert_eq!(read.machine.unwrap().image_digest.as_deref(), Some("sha256:1"));
+    assert_eq!(read.machine.provided.unwrap().image_digest.as_deref(), Some("sha256:1"));
 }
 
 #[test]
@@ -187,22 +191,22 @@ fn new_system_that_is_not_fit_stays_held_until_it_is_validated() {
     let unfit = story.validated(failed()).expect("quarantined");
     let unfit = unfit.admin(order_task(TaskType::NodeValidate)).validated(FIT).expect("quarantined");
     let fit = unfit.admin(validate(ValidationLevel::Quick)).validated(FIT).expect("active");
-    assert_eq!((fit.node.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
+    assert_eq!((fit.node.machine.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
 }
 
 #[test]
 fn new_system_of_a_machine_that_failed_a_deep_validation_has_to_pass_one() {
     let failed = provided().deployed().admin(validate(ValidationLevel::Deep)).validated(failed()).expect("quarantined");
     let story = failed.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
-    let deep = story.node.tasks.values().find_map(|task| task.validation.filter(|_| !task.has_ended())).unwrap();
+    let deep = story.node.tasks.by_id.values().find_map(|task| task.validation.filter(|_| !task.has_ended())).unwrap();
     assert_eq!(deep.level, ValidationLevel::Deep);
     let (level, load) = (deep.level, deep.load_time());
     assert!(story.node.deadline().unwrap().at >= story.now + load, "{level:?}");
     // A quick one ends neither the reimage nor the hold.
     let quick = story.admin(validate(ValidationLevel::Quick)).ends_validation(ValidationLevel::Quick, 1);
-    assert!(quick.node.reimage.is_some());
+    assert!(quick.node.machine.reimage.is_some());
     let fit = quick.expect("quarantined").validated(FIT).expect("active");
-    assert_eq!((fit.node.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
+    assert_eq!((fit.node.machine.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
 }
 
 #[test]
@@ -219,7 +223,11 @@ fn operator_orders_the_reimage_of_an_empty_node_alone() {
 fn failed_reimage_is_overdue_until_it_is_ordered_again() {
     let held = provided().deployed().after_whole_tenant().at_the_provider(ProviderReport::Done).after_fact(token());
     let failed = held.at_the_provider(ProviderReport::Failed { why: "Failed deployment".into() }).expect("quarantined");
-    assert!(failed.node.reason.message.contains("Failed deployment"), "{}", failed.node.reason.message);
+    assert!(
+        failed.node.lifecycle.reason.message.contains("Failed deployment"),
+        "{}",
+        failed.node.lifecycle.reason.message
+    );
     let marked = failed.at_the_provider(ProviderReport::Done);
     assert!(marked.node.deadline().is_some_and(|deadline| deadline.at <= marked.now));
     let repeated = marked.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());

@@ -27,7 +27,7 @@ impl Story {
     #[track_caller]
     pub(super) fn ends(self, task_type: TaskType, verdict: TaskOutcome) -> Self {
         let is_it = |task: &&NodeTask| task.task_type == task_type && task.phase == NodeTaskPhase::Open;
-        let work = self.node.tasks.values().find(is_it).expect("such a task is open").work.clone();
+        let work = self.node.tasks.by_id.values().find(is_it).expect("such a task is open").work.clone();
         let (task_id, attempt) = (work.task_id, work.attempt);
         let output = (task_type == TaskType::NodeValidate).then(|| super::validation::report(1));
         self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None })
@@ -43,7 +43,7 @@ impl Story {
     }
 
     fn repair_phase(&self) -> &'static str {
-        self.node.repair.as_ref().map_or("none", |repair| repair.phase.name())
+        self.node.repair.of_machine.as_ref().map_or("none", |repair| repair.phase.name())
     }
 }
 
@@ -84,7 +84,10 @@ fn repair_waits_until_the_last_tenant_is_gone() {
 #[test]
 fn operator_takes_over_after_the_attempts_and_gets_no_further_reboot() {
     let first = node().active().beats("boot-1", &[xid(LOST, 3)]).reboots("boot-2", &[xid(LOST, 3)]);
-    assert_eq!((first.pending_tasks(), first.node.repair.as_ref().unwrap().attempts), (vec!["node.reboot"], 2));
+    assert_eq!(
+        (first.pending_tasks(), first.node.repair.of_machine.as_ref().unwrap().attempts),
+        (vec!["node.reboot"], 2)
+    );
     let over = first.reboots("boot-3", &[xid(LOST, 3)]);
     assert_eq!((over.pending_tasks(), over.repair_phase()), (vec![], "awaits_operator"));
     let deadline = over.node.deadline().unwrap();
@@ -101,11 +104,11 @@ fn operator_takes_over_after_the_attempts_and_gets_no_further_reboot() {
 fn fault_that_returns_within_a_day_counts_as_the_same_and_later_as_another() {
     let repaired = node().active().beats("boot-1", &[xid(LOST, 3)]).reboots("boot-2", &[]);
     let repeated = repaired.clone().after(TimeDelta::hours(2)).beats("boot-2", &[xid(LOST, 3)]);
-    assert_eq!(repeated.node.repair.as_ref().unwrap().attempts, 2);
+    assert_eq!(repeated.node.repair.of_machine.as_ref().unwrap().attempts, 2);
     let third = repeated.reboots("boot-3", &[]).after(TimeDelta::hours(2)).beats("boot-3", &[xid(LOST, 3)]);
     assert_eq!((third.pending_tasks(), third.repair_phase()), (vec![], "awaits_operator"));
     let later = repaired.after(TimeDelta::hours(25)).beats("boot-2", &[xid(LOST, 3)]);
-    assert_eq!(later.node.repair.as_ref().unwrap().attempts, 1);
+    assert_eq!(later.node.repair.of_machine.as_ref().unwrap().attempts, 1);
 }
 
 #[test]
@@ -113,7 +116,7 @@ fn hold_of_an_administrator_stops_no_repair_and_is_not_lifted() {
     let held = node().active().quarantined().beats("boot-1", &[found("memory", "uncorrectable", None)]);
     assert_eq!(held.pending_tasks(), ["node.reboot"]);
     let repaired = held.reboots("boot-2", &[]).expect("quarantined");
-    let authors: Vec<_> = repaired.node.quarantine_holds().into_iter().map(|hold| hold.author).collect();
+    let authors: Vec<_> = repaired.node.lifecycle.quarantine_holds().into_iter().map(|hold| hold.author).collect();
     assert_eq!((authors, repaired.repair_phase()), (vec![HoldAuthor::Administrator], "succeeded"));
 }
 
@@ -132,7 +135,7 @@ fn machine_that_fails_its_validation_is_held_for_an_operator() {
 fn reboot_that_fails_is_an_attempt_and_one_without_a_result_waits() {
     let lost = node().active().beats("boot-1", &[xid(LOST, 3)]);
     let refused = lost.clone().ends(TaskType::NodeReboot, failed()).beats("boot-1", &[xid(LOST, 3)]);
-    assert_eq!(refused.node.repair.as_ref().unwrap().attempts, 2);
+    assert_eq!(refused.node.repair.of_machine.as_ref().unwrap().attempts, 2);
     let refused = refused.ends(TaskType::NodeReboot, failed()).beats("boot-1", &[xid(LOST, 3)]);
     assert_eq!(refused.repair_phase(), "awaits_operator");
     let silent = lost.after(TimeDelta::seconds(601)).ticked().beats("boot-1", &[xid(LOST, 3)]);
@@ -217,7 +220,7 @@ fn replaced_driver_is_rebooted_once_its_last_tenant_is_gone_who_pays_until_then(
     let rented = node().active().ready().finds(std::slice::from_ref(&replaced)).expect("active");
     assert_eq!((rented.node.gpus_free(), rented.pending_tasks()), (0, vec![]), "no new tenant, and no reboot");
     assert!(rented.published.iter().all(|it| !matches!(it, Event::TenantFaulted { .. })), "{:?}", rented.published);
-    assert_eq!(rented.node.evacuation_reason(&rented.node.holds[&TENANT].placed.devices), None);
+    assert_eq!(rented.node.health.evacuation_reason(&rented.node.tenancy.holds[&TENANT].placed.devices), None);
     let gone = rented.cleaning(1).reports(PROVED).beats("boot-1", &[replaced]);
     assert_eq!(gone.pending_tasks(), ["node.reboot"]);
     let rebooted = gone.ends(TaskType::NodeReboot, DONE).beats("boot-2", &[]);

@@ -10,7 +10,7 @@ const SOLD: SoldMachine = SoldMachine { cpu_cores: 96, memory_mib: 524_288, stor
 
 fn sold(machine: SoldMachine) -> Story {
     let mut story = node();
-    story.node.registration.sku.machine = Some(machine);
+    story.node.machine.registration.sku.machine = Some(machine);
     story
 }
 
@@ -54,8 +54,8 @@ fn machine_below_its_sku_stays_enrolling_and_each_amount_is_named() {
     ];
     for (inventory, part, lines) in cases {
         let below = sold(SOLD).enrolled().reports_machine(inventory).expect("enrolling");
-        assert_eq!(below.node.reason.code, StateCode::InventoryMismatch);
-        let message = &below.node.reason.message;
+        assert_eq!(below.node.lifecycle.reason.code, StateCode::InventoryMismatch);
+        let message = &below.node.lifecycle.reason.message;
         assert!(message.contains(part) && message.contains("h100x4"), "{message}");
         assert_eq!(below.short_lines(), lines);
         assert!(below.node.not_schedulable().is_some());
@@ -82,7 +82,7 @@ fn amount_that_the_agent_cannot_read_is_no_difference() {
 fn node_in_service_stays_and_is_compared_again_when_it_is_reactivated() {
     let story = sold(SOLD).enrolled().reports_machine(as_sold()).ready().expect("active");
     let smaller = story.reports_machine(machine(96, 1, 1)).expect("active");
-    assert_eq!(smaller.node.quarantine_holds(), Vec::new());
+    assert_eq!(smaller.node.lifecycle.quarantine_holds(), Vec::new());
     assert_eq!(smaller.short_lines(), ["memory of the SKU", "storage of the SKU"], "an operator sees it");
     let retired = smaller.cleaning(1).reports(PROVED).retired().reports_machine(machine(96, 1, 1)).expect("retired");
     let back = Request::Reactivate { reason: "r".into() };
@@ -111,7 +111,7 @@ proptest! {
     fn more_hardware_is_never_below(cores in 1_u32..1000, memory in 1_u64..1 << 40, storage in 1_u64..1 << 30, more in 0_u32..1000) {
         let of_sku = SoldMachine { cpu_cores: cores, memory_mib: memory, storage_gib: storage };
         let reported = machine(cores + more, memory + u64::from(more), storage + u64::from(more));
-        let state = sold(of_sku).enrolled().reports_machine(reported).node.life;
+        let state = sold(of_sku).enrolled().reports_machine(reported).node.lifecycle.phase;
         prop_assert_eq!(state, Phase::Active);
     }
 }

@@ -26,7 +26,7 @@ fn wish(revision: u64) -> Fact {
 }
 
 fn order(story: &Story) -> SshKeysTask {
-    story.node.holds[&TENANT].logins.order.clone().unwrap()
+    story.node.tenancy.holds[&TENANT].logins.order.clone().unwrap()
 }
 
 fn report(story: &Story, attempt: u32, verdict: TaskOutcome) -> Request {
@@ -76,13 +76,13 @@ fn later_key_change_wins_although_the_first_result_arrives_late() {
     assert_eq!(second.refuses(&agent(), late), Rejection::StaleAttempt { given: 1, current: 2 });
     second.clone().after_fact(wish(1)).unmoved();
     let done = report(&second, 2, DONE);
-    assert_eq!(second.agent(done).node.holds[&TENANT].logins.written, 2);
+    assert_eq!(second.agent(done).node.tenancy.holds[&TENANT].logins.written, 2);
 }
 
 #[test]
 fn key_change_waits_during_set_up_and_joins_the_set_up_before_it() {
     let early = node().active().reserved().after_fact(wish(1));
-    assert!(early.node.holds[&TENANT].logins.order.is_none());
+    assert!(early.node.tenancy.holds[&TENANT].logins.order.is_none());
     let waits = node().active().provisioning().after(TimeDelta::seconds(1)).after_fact(wish(1));
     assert_eq!(waits.pending_tasks(), ["provision"]);
     assert_eq!(waits.reports(DONE).publishes(&["node.tenant_ready"]).pending_tasks(), ["reconcile logins"]);
@@ -110,9 +110,9 @@ fn failed_or_unreported_key_task_is_retried_with_backoff_and_shows_as_overdue() 
 #[test]
 fn key_task_is_dispatched_once_the_agent_supports_it() {
     let mut notified = node().active().ready().after_fact(wish(1));
-    notified.node.seen.as_mut().unwrap().protocol = 2;
+    notified.node.agent.contact.as_mut().unwrap().protocol = 2;
     assert_eq!(notified.pending_tasks(), Vec::<&str>::new());
-    notified.node.seen.as_mut().unwrap().protocol = 3;
+    notified.node.agent.contact.as_mut().unwrap().protocol = 3;
     assert_eq!(notified.pending_tasks(), ["reconcile logins"]);
 }
 
@@ -129,8 +129,8 @@ fn releasing_tenant_gets_no_key_task_and_its_late_result_is_accepted() {
 #[test]
 fn key_tasks_of_two_tenants_are_independent() {
     let two = node().active().ready().after_fact(reserve(OTHER, 1)).after_fact(wish(1));
-    assert!(two.node.holds[&OTHER].logins.order.is_none());
-    assert_eq!(two.node.holds[&OTHER].keys, []);
+    assert!(two.node.tenancy.holds[&OTHER].logins.order.is_none());
+    assert_eq!(two.node.tenancy.holds[&OTHER].keys, []);
 }
 
 #[test]
@@ -138,10 +138,10 @@ fn keys_of_one_tenant_are_bounded_and_take_no_room_of_another() {
     let with_keys =
         |allocation_id| Fact::Reserve { allocation_id, gpu_count: 1, keys: long_keys(8), revision: 0, reimages: false };
     let two = node().active().after_fact(with_keys(TENANT)).after_fact(with_keys(OTHER));
-    assert_eq!(two.node.holds[&OTHER].keys, long_keys(8));
+    assert_eq!(two.node.tenancy.holds[&OTHER].keys, long_keys(8));
     // Of an allocation of the release before, the keys that fit remain.
     let more = two.after_fact(Fact::ReconcileLogins { allocation_id: TENANT, revision: 1, keys: long_keys(32) });
-    assert_eq!(more.node.holds[&TENANT].keys, long_keys(8));
+    assert_eq!(more.node.tenancy.holds[&TENANT].keys, long_keys(8));
     let size = serde_json::to_string(&more.node).unwrap().len();
     assert!(size < 80 * 1024, "{size}");
 }
@@ -160,12 +160,12 @@ fn node_with_a_tenant_on_each_gpu_and_all_that_a_tenant_may_store_is_within_its_
             recording: crate::recording::RecordingTerms::default(),
         });
     }
-    let mut hold = story.node.holds[&TENANT].clone();
+    let mut hold = story.node.tenancy.holds[&TENANT].clone();
     assert_eq!(hold.terminals.len(), 64);
     hold.terminals.values_mut().for_each(|order| order.work.origin = Some(origin.clone()));
     hold.keys = long_keys(8);
     hold.remains = Some("\u{1f511}".repeat(500));
-    story.node.holds = (0..64).map(|n| (AllocationId(Uuid::from_u128(n)), hold.clone())).collect();
+    story.node.tenancy.holds = (0..64).map(|n| (AllocationId(Uuid::from_u128(n)), hold.clone())).collect();
     let size = serde_json::to_string(&story.node).unwrap().len();
     assert!(size < Node::SNAPSHOT_MOST, "{size}");
 }

@@ -20,7 +20,7 @@ fn resume(task_id: TaskId) -> Request {
 const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };
 
 fn phase(story: &Story, task_id: TaskId) -> (u32, &NodeTaskPhase) {
-    let task = &story.node.tasks[&task_id];
+    let task = &story.node.tasks.by_id[&task_id];
     (task.work.attempt, &task.phase)
 }
 
@@ -79,9 +79,13 @@ fn failed_validation_quarantines_the_node_with_the_reason() {
     let unfit =
         TaskOutcome::Failed { code: "device_guard".into(), message: "the devices are open to everybody".into() };
     let unfit = story.agent(report(task_id, 1, unfit)).expect("quarantined").publishes(&["node.state_changed"]);
-    assert_eq!(unfit.node.reason.code.as_str(), "validation_failed");
-    assert!(unfit.node.reason.message.ends_with("the devices are open to everybody"), "{:?}", unfit.node.reason);
-    assert_eq!(unfit.node.holds.len(), 1, "its tenants stay");
+    assert_eq!(unfit.node.lifecycle.reason.code.as_str(), "validation_failed");
+    assert!(
+        unfit.node.lifecycle.reason.message.ends_with("the devices are open to everybody"),
+        "{:?}",
+        unfit.node.lifecycle.reason
+    );
+    assert_eq!(unfit.node.tenancy.holds.len(), 1, "its tenants stay");
 }
 
 #[test]
@@ -94,15 +98,15 @@ fn open_tasks_and_remembered_results_are_bounded() {
     let mut last = None;
     for _ in 0..20 {
         story = story.after(TimeDelta::milliseconds(1));
-        let task_id = *story.node.tasks.iter().find(|(_, task)| task.phase == NodeTaskPhase::Open).unwrap().0;
+        let task_id = *story.node.tasks.by_id.iter().find(|(_, task)| task.phase == NodeTaskPhase::Open).unwrap().0;
         story = story.agent(report(task_id, 1, DONE));
         (story, last) = {
             let (story, id) = ordered(story, TaskType::DiagnosticsCollect);
             (story, Some(id))
         };
     }
-    assert_eq!(story.node.tasks.len(), 16);
-    assert!(story.node.tasks.contains_key(&last.unwrap()));
+    assert_eq!(story.node.tasks.by_id.len(), 16);
+    assert!(story.node.tasks.by_id.contains_key(&last.unwrap()));
 }
 
 #[test]
@@ -111,7 +115,7 @@ fn unknown_task_is_neither_resumed_nor_reported() {
     let other = TaskId(Uuid::from_u128(77));
     assert_eq!(story.refuses(&admin(), resume(other)), Rejection::TaskUnknown);
     assert_eq!(story.refuses(&agent(), report(other, 1, DONE)), Rejection::TaskUnknown);
-    assert_eq!(story.retired().removing().node.tasks.len(), 0);
+    assert_eq!(story.retired().removing().node.tasks.by_id.len(), 0);
 }
 
 /// The story's agent after a heartbeat with `protocol` and these supported task types.
@@ -142,7 +146,7 @@ fn unsupported_task_is_not_dispatched_and_shows_why_it_waits() {
                 usize::from(is_known),
                 "{task_type} of protocol {protocol}, {says:?}"
             );
-            assert_eq!(story.node.lacks_task_type(task_type).is_some(), !is_known);
+            assert_eq!(story.node.agent.lacks_task_type(task_type).is_some(), !is_known);
             let why = story.node.deadline().map(|deadline| deadline.reason).unwrap_or_default();
             assert_eq!(why.contains("upgrade it"), !is_known, "{why}");
         }
@@ -159,7 +163,7 @@ fn unsupported_task_is_dispatched_after_an_upgrade_or_ends_without_one() {
 
     let ended = waiting.after(TimeDelta::seconds(600)).ticked();
     let NodeTaskPhase::Ended { verdict: TaskOutcome::Failed { code, message }, .. } = phase(&ended, task_id).1 else {
-        panic!("it was never handed out, and is not offered for ever: {:?}", ended.node.tasks)
+        panic!("it was never handed out, and is not offered for ever: {:?}", ended.node.tasks.by_id)
     };
     assert_eq!(code, "task_type_unknown");
     assert!(message.contains("protocol 2") && message.ends_with("upgrade it"), "{message}");
@@ -187,7 +191,7 @@ fn terminal_that_no_agent_begins_in_time_fails_once() {
     let is_failure = |event: &&Event| matches!(event, Event::TerminalFailed { reason, .. } if reason == "not_begun");
     let failures = |story: &Story| story.published.iter().filter(is_failure).count();
     let opened = open_terminal(node().active().ready().after_heartbeat());
-    let task_id = opened.node.holds[&TENANT].terminals.values().next().unwrap().work.task_id;
+    let task_id = opened.node.tenancy.holds[&TENANT].terminals.values().next().unwrap().work.task_id;
     // Its agent may report a session that it began at the last moment.
     let late = opened.clone().after(TimeDelta::seconds(61)).after_heartbeat().ticked();
     assert_eq!(failures(&late), 0);

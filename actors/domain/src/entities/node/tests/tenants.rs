@@ -9,7 +9,7 @@ fn gpus_are_reserved_by_uuid_and_never_twice() {
     let third = AllocationId(Uuid::from_u128(0x300));
     assert_eq!(full.refuses(&worker(), reserve(third, 1)), Rejection::NotEnoughGpus { free: 0, wanted: 1 });
     let uuids: BTreeSet<_> =
-        full.node.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| &device.uuid).collect();
+        full.node.tenancy.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| &device.uuid).collect();
     assert_eq!(uuids.len(), 4);
 }
 
@@ -115,7 +115,7 @@ fn fenced_node_gets_no_tasks_and_may_do_everything_else() {
     let renewed = fenced.after_heartbeat().agent(Request::Renew { serial: SERIAL.into(), issued: certificate("02") });
     // An outstanding result is still accepted.
     let proved = renewed.clone().reports(PROVED).publishes(&["node.tenant_gone"]);
-    assert!(proved.node.fenced_by.is_empty());
+    assert!(proved.node.tenancy.fenced_by.is_empty());
     // So is the operator's retry.
     assert_eq!(renewed.cleaning(2).pending_tasks(), ["release"]);
 }

@@ -30,13 +30,16 @@ fn unproved(gpu: u32) -> ReportedFinding {
 #[test]
 fn tenant_is_gone_and_its_gpu_alone_gets_no_other_one_until_it_is_proved() {
     let released = unrepaired().releasing().proves_all_but(&[0]).publishes(&["node.tenant_gone"]);
-    assert_eq!((released.node.holds.len(), released.node.gpus_free(), released.node.gpus_withheld()), (0, GPUS - 1, 1));
+    assert_eq!(
+        (released.node.tenancy.holds.len(), released.node.gpus_free(), released.node.gpus_withheld()),
+        (0, GPUS - 1, 1)
+    );
     let rented = released.clone().after_fact(reserve(OTHER, GPUS - 1));
-    assert!(!rented.node.holds_gpu("GPU-0") && rented.node.has_one_tenant_on_each_gpu());
+    assert!(!rented.node.tenancy.holds_gpu("GPU-0") && rented.node.has_one_tenant_on_each_gpu());
     let later = released.after(TimeDelta::seconds(10)).finds(&[unproved(0)]);
     assert_eq!(later.node.gpus_free(), GPUS - 1, "the agent waits for it");
     let proved = later.after(TimeDelta::seconds(10)).finds(&[]);
-    assert_eq!((proved.node.gpus_free(), proved.node.unproved_gpus.len()), (GPUS, 0));
+    assert_eq!((proved.node.gpus_free(), proved.node.tenancy.unproved_gpus.len()), (GPUS, 0));
 }
 
 #[test]
@@ -58,8 +61,8 @@ fn report_that_was_sent_before_the_proof_frees_nothing() {
 fn gpu_of_another_tenant_is_never_withheld_by_a_proof() {
     let both = unrepaired().releasing().after_fact(reserve(OTHER, 1));
     let released = both.proves_all_but(&[0, 1, 2]);
-    assert_eq!(released.node.unproved_gpus.keys().collect::<Vec<_>>(), ["GPU-0"]);
-    assert!(released.node.holds_gpu("GPU-1") && released.node.has_one_tenant_on_each_gpu());
+    assert_eq!(released.node.tenancy.unproved_gpus.keys().collect::<Vec<_>>(), ["GPU-0"]);
+    assert!(released.node.tenancy.holds_gpu("GPU-1") && released.node.has_one_tenant_on_each_gpu());
 }
 
 #[test]

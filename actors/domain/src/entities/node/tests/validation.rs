@@ -53,7 +53,7 @@ impl Story {
     #[track_caller]
     pub(super) fn ends_validation(self, level: ValidationLevel, disk_read: u64) -> Self {
         let is_it = |task: &&NodeTask| !task.has_ended() && task.validation.is_some_and(|order| order.level == level);
-        let work = &self.node.tasks.values().find(is_it).expect("a validation of the level is open").work;
+        let work = &self.node.tasks.by_id.values().find(is_it).expect("a validation of the level is open").work;
         let (task_id, attempt) = (work.task_id, work.attempt);
         let (verdict, output) = (TaskOutcome::Succeeded { proof: None }, Some(report(disk_read)));
         self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output, unproved: None })
@@ -62,13 +62,13 @@ impl Story {
     #[track_caller]
     fn validation_report(&self, verdict: TaskOutcome, output: serde_json::Value) -> Request {
         let is_it = |task: &&NodeTask| task.task_type == TaskType::NodeValidate && task.phase == NodeTaskPhase::Open;
-        let work = &self.node.tasks.values().find(is_it).expect("a validation is open").work;
+        let work = &self.node.tasks.by_id.values().find(is_it).expect("a validation is open").work;
         let (task_id, attempt) = (work.task_id, work.attempt);
         Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: Some(output), unproved: None }
     }
 
     fn authors(&self) -> Vec<HoldAuthor> {
-        self.node.quarantine_holds().into_iter().map(|hold| hold.author).collect()
+        self.node.lifecycle.quarantine_holds().into_iter().map(|hold| hold.author).collect()
     }
 
     #[track_caller]
@@ -83,12 +83,12 @@ impl Story {
 fn machine_below_a_minimum_is_held_with_the_reason_and_lifted_by_the_next_validation_that_it_passes() {
     let below = node().active().wants(Some(MINIMUM)).quick().measures(MINIMUM - 1).expect("quarantined");
     assert_eq!(below.authors(), [HoldAuthor::Validation]);
-    let hold = below.node.quarantine_holds().remove(0);
+    let hold = below.node.lifecycle.quarantine_holds().remove(0);
     assert!(hold.message.contains("disk_read_mib_per_second is 499, and the SKU wants at least 500"), "{hold:?}");
-    let known = below.node.validation.as_ref().unwrap();
+    let known = below.node.validation.last.as_ref().unwrap();
     assert_eq!((known.level, known.is_passed(), known.measurements.len()), (ValidationLevel::Quick, false, 1));
     let passed = below.quick().measures(MINIMUM).expect("active").expect_free();
-    assert!(passed.node.validation.as_ref().unwrap().is_passed());
+    assert!(passed.node.validation.last.as_ref().unwrap().is_passed());
 }
 
 #[test]
@@ -126,13 +126,13 @@ fn check_without_load_shows_nothing_of_a_machine_that_failed_one_with_load() {
 fn failed_tool_is_a_hold_and_a_missing_one_only_where_the_sku_wants_it() {
     let failed = json!({ "failed": { "disk_read_mib_per_second": "fio hung" } });
     let held = node().active().quick().answers(failed).expect("quarantined");
-    assert!(held.node.reason.message.contains("fio hung"), "{:?}", held.node.reason);
+    assert!(held.node.lifecycle.reason.message.contains("fio hung"), "{:?}", held.node.lifecycle.reason);
     let mut missing = json!({ "not_tested": not_tested(&[]) });
     missing["not_tested"]["disk_read_mib_per_second"] = json!("fio is not installed");
     let free = node().active().quick().answers(missing.clone()).expect("active").expect_free();
-    assert_eq!(free.node.validation.as_ref().unwrap().not_tested.len(), Measurement::ALL.len());
+    assert_eq!(free.node.validation.last.as_ref().unwrap().not_tested.len(), Measurement::ALL.len());
     let held = node().active().wants(Some(1)).quick().answers(missing).expect("quarantined");
-    assert!(held.node.reason.message.contains("fio is not installed"), "{:?}", held.node.reason);
+    assert!(held.node.lifecycle.reason.message.contains("fio is not installed"), "{:?}", held.node.lifecycle.reason);
 }
 
 #[test]
@@ -154,11 +154,11 @@ fn load_is_refused_while_a_tenant_is_there_and_no_tenant_comes_while_it_is_appli
 fn deep_validation_has_as_much_longer_as_its_load_takes_also_when_it_is_sent_again() {
     let quick = node().active().quick();
     let deep = node().policy(PolicyKey::NodeDeepValidation, 1200).active().validation(ValidationLevel::Deep);
-    let time = |story: &Story| story.node.tasks.values().next().unwrap().work.deadline_at - story.now;
+    let time = |story: &Story| story.node.tasks.by_id.values().next().unwrap().work.deadline_at - story.now;
     let longest = time(&deep);
     assert_eq!(longest - time(&quick), TimeDelta::seconds(1200));
     let repeated = deep.after(longest).ticked();
-    assert_eq!((time(&repeated), repeated.node.tasks.values().next().unwrap().work.attempt), (longest, 2));
+    assert_eq!((time(&repeated), repeated.node.tasks.by_id.values().next().unwrap().work.attempt), (longest, 2));
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn node_that_is_released_before_it_was_active_is_validated_again_and_has_time_fo
 fn first_validation_is_of_the_machine_that_enrolled_last() {
     let enrolled = node().wants(Some(MINIMUM)).enrolled().agent(poll());
     let other = enrolled.agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1))).measures(MINIMUM);
-    assert!(other.node.validation.as_ref().unwrap().is_passed());
+    assert!(other.node.validation.last.as_ref().unwrap().is_passed());
     let repeated = other.expect("enrolling").invited().agent(enrollment()).agent(poll()).expect("enrolling");
     assert_eq!(repeated.pending_tasks(), ["node.validate"]);
 }
@@ -211,11 +211,11 @@ fn release_of_its_hold_is_tried_by_another_validation() {
 fn repair_ends_with_a_validation_that_the_minimums_judge() {
     let lost = node().wants(Some(MINIMUM)).enrolled().agent(poll()).measures(MINIMUM).beats("boot-1", &[xid(79, 3)]);
     let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).beats("boot-2", &[]);
-    assert!(rebooted.node.tasks.values().any(|task| task.validation.is_some()));
+    assert!(rebooted.node.tasks.by_id.values().any(|task| task.validation.is_some()));
     let slow = rebooted.clone().measures(1).expect("quarantined").beats("boot-2", &[]);
-    assert_eq!(slow.node.repair.as_ref().unwrap().phase.name(), "awaits_operator");
+    assert_eq!(slow.node.repair.of_machine.as_ref().unwrap().phase.name(), "awaits_operator");
     let repaired = slow.quick().measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
-    assert!(repaired.node.repair.is_none());
+    assert!(repaired.node.repair.of_machine.is_none());
     rebooted.measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
 }
 
@@ -235,7 +235,11 @@ fn deep_failed() -> Story {
 #[test]
 fn hold_of_a_deep_validation_is_lifted_by_a_deep_one_alone() {
     let held = deep_failed();
-    assert!(held.node.reason.message.ends_with("until it passes a deep validation"), "{:?}", held.node.reason);
+    assert!(
+        held.node.lifecycle.reason.message.ends_with("until it passes a deep validation"),
+        "{:?}",
+        held.node.lifecycle.reason
+    );
     let quick = held.quick().measures(MINIMUM).expect("quarantined");
     assert_eq!(
         (quick.authors(), quick.node.failed_level()),
@@ -255,7 +259,7 @@ fn release_of_the_hold_of_a_deep_validation_is_tried_by_a_deep_one() {
     let release = || Request::ReleaseQuarantine { reason: "r".into() };
     let released = deep_failed().after_heartbeat().admin(release()).expect("active");
     let order =
-        |story: &Story| story.node.tasks.values().find_map(|task| task.validation.filter(|_| !task.has_ended()));
+        |story: &Story| story.node.tasks.by_id.values().find_map(|task| task.validation.filter(|_| !task.has_ended()));
     assert_eq!(order(&released).map(|order| order.level), Some(ValidationLevel::Deep));
     let quick = released.quick();
     let quick = quick.ends_validation(ValidationLevel::Quick, MINIMUM).expect("active");
@@ -299,9 +303,9 @@ fn report_without_an_answer_for_every_test_is_a_failure() {
         let of_the_disk = json!({ "measurements": { "disk_read_mib_per_second": 1 } });
         for output in [json!({}), of_the_disk, json!({ "not_tested": { "cpu_bogo_ops_per_second": "no tool" } })] {
             let held = node().active().validation(level).answers(output).expect("quarantined");
-            let message = &held.node.reason.message;
+            let message = &held.node.lifecycle.reason.message;
             assert!(message.contains("has nothing about") && message.contains("memory_mib_per_second"), "{message}");
-            let ended = held.node.tasks.values().find_map(NodeTask::failure).unwrap();
+            let ended = held.node.tasks.by_id.values().find_map(NodeTask::failure).unwrap();
             assert_eq!(ended.0, "validation_incomplete");
         }
     }
@@ -312,7 +316,7 @@ fn validation_that_measured_nothing_ends_no_hold() {
     let held = node().active().quick().answers(json!({ "failed": { "disk_read_mib_per_second": "I/O error" } }));
     let nothing = json!({ "not_tested": not_tested(&[]) });
     let held = held.expect("quarantined").quick().answers(nothing).expect("quarantined");
-    assert!(held.node.reason.message.contains("nothing was measured"), "{:?}", held.node.reason);
+    assert!(held.node.lifecycle.reason.message.contains("nothing was measured"), "{:?}", held.node.lifecycle.reason);
     held.quick().measures(1).expect("active");
 }
 
@@ -320,7 +324,7 @@ fn validation_that_measured_nothing_ends_no_hold() {
 fn repair_of_a_machine_that_failed_a_deep_validation_is_validated_as_strictly() {
     let lost = deep_failed().beats("boot-1", &[xid(79, 3)]);
     let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).beats("boot-2", &[]);
-    let order = rebooted.node.tasks.values().find_map(|task| task.validation.filter(|_| !task.has_ended()));
+    let order = rebooted.node.tasks.by_id.values().find_map(|task| task.validation.filter(|_| !task.has_ended()));
     assert_eq!(order.map(|order| order.level), Some(ValidationLevel::Deep));
     rebooted.measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
 }
@@ -342,7 +346,7 @@ fn node_that_failed_a_deep_validation_is_active_for_the_first_time_only_after_an
         enrolled.validation(ValidationLevel::Deep).ends_validation(ValidationLevel::Deep, 1).expect("quarantined");
     let held = held.measures(MINIMUM).expect("quarantined").after_heartbeat();
     let released = held.wants(None).admin(Request::ReleaseQuarantine { reason: "r".into() }).expect("enrolling");
-    let Phase::Enrolling { until } = released.node.life else { unreachable!() };
+    let Phase::Enrolling { until } = released.node.lifecycle.phase else { unreachable!() };
     // The default of policy `node.deep_validation_seconds`.
     assert!(until >= released.now + TimeDelta::seconds(300));
     released.measures(1).expect("active").expect_free();

@@ -3,12 +3,13 @@
 //! The node decides at the deadline, since it alone knows whether the finding is still open: a finding that was cleared or has ended before
 //! releases no allocation.
 
-use super::{Hold, HoldPhase, Node};
-use crate::event::Event;
+use super::{Hold, HoldPhase, Tenancy};
+use crate::entities::node::outcome;
+use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer::ResendTimer;
-use crate::state_machine::{Timestamp, Transition, TransitionContext};
+use crate::state_machine::{Timestamp, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// A tenant that is asked to leave.
@@ -45,22 +46,25 @@ impl Hold {
     }
 }
 
-impl Node {
+impl Tenancy {
     /// The time that the tenant of an allocation has to leave, where it is asked to.
-    #[must_use]
-    pub fn evacuation_of(&self, allocation_id: AllocationId) -> Option<&Evacuation> {
+    pub(in crate::entities::node) fn evacuation_of(&self, allocation_id: AllocationId) -> Option<&Evacuation> {
         self.holds.get(&allocation_id).filter(|hold| hold.is_used())?.evacuation.as_ref()
     }
 
     /// Begins, ends and completes evacuations as the open findings require.
-    pub(super) fn update_evacuations(&mut self, ctx: &TransitionContext<'_>) -> Vec<Event> {
-        let wanted = self.evacuated_by_findings();
+    /// `reason_of` says why the tenant of these GPUs has to leave.
+    pub(in crate::entities::node) fn update_evacuations(
+        &mut self,
+        reason_of: impl Fn(&[GpuDevice]) -> Option<&'static str>,
+        ctx: &TransitionContext<'_>,
+    ) -> Vec<Event> {
         let limit = ctx.policy.seconds(PolicyKey::NodeEvacuate, &Scopes::global(), ctx.now);
-        let (node_id, now) = (self.id, ctx.now);
+        let (node_id, now) = (outcome::node_id(ctx), ctx.now);
         let mut events = Vec::new();
         for (allocation_id, hold) in &mut self.holds {
             let allocation_id = *allocation_id;
-            let reason = wanted.iter().find(|(id, _)| *id == allocation_id).map(|(_, reason)| (*reason).to_owned());
+            let reason = reason_of(&hold.placed.devices).map(str::to_owned);
             if !hold.is_used() {
                 hold.evacuation = None;
                 continue;
@@ -94,36 +98,9 @@ impl Node {
         events
     }
 
-    /// As [`Node::update_evacuations`], as part of this transition.
-    pub(super) fn advance_evacuations(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
-        let events = next.update_evacuations(ctx);
-        if events.is_empty() {
-            return step;
-        }
-        let why = if step.next.is_some() {
-            step.why.clone()
-        } else {
-            "the time of tenants to leave has begun or ended".to_owned()
-        };
-        events.into_iter().fold(Transition { next: Some(next), why, ..step }, Transition::event)
-    }
-
     /// When the next evacuation is due.
-    pub(super) fn evacuation_due_at(&self) -> Option<Timestamp> {
+    pub(in crate::entities::node) fn evacuation_due_at(&self) -> Option<Timestamp> {
         let used = self.holds.values().filter(|hold| hold.is_used());
         used.filter_map(|hold| hold.evacuation.as_ref()).map(Evacuation::due_at).min()
-    }
-
-    /// The allocations whose GPU or machine their tenant has to leave, with the reason.
-    fn evacuated_by_findings(&self) -> Vec<(AllocationId, &'static str)> {
-        if !self.health.reports_findings {
-            return Vec::new();
-        }
-        let of_holds = self
-            .holds
-            .iter()
-            .filter_map(|(allocation_id, hold)| Some((*allocation_id, self.evacuation_reason(&hold.placed.devices)?)));
-        of_holds.collect()
     }
 }

@@ -1,12 +1,13 @@
 //! Terminal sessions that the agent is to start. The node stores only the task of a session: the session's own state machine has its
 //! state.
 
-use super::{AgentTask, HoldPhase, Node, PendingTask, Phase, Rejection, Reply, TaskKind, TaskOutcome, TenantSlot};
+use super::{HoldPhase, Tenancy};
+use crate::entities::node::outcome::{self, Outcome};
+use crate::entities::node::{AgentTask, PendingTask, Rejection, TaskKind, TaskOutcome, reason_code};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::recording::RecordingTerms;
-use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
-use crate::task_type::TaskType;
+use crate::state_machine::{Timestamp, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 
@@ -38,36 +39,34 @@ impl TerminalTask {
     }
 }
 
-impl Node {
-    pub(super) fn open_terminal(
+impl Tenancy {
+    /// The node serves its tenants where `in_service`; `lacks` says why the agent opens no terminal.
+    pub(in crate::entities::node) fn open_terminal(
         &self,
-        session_id: TerminalSessionId,
-        allocation_id: AllocationId,
-        ends_at: Timestamp,
-        begin_until: Timestamp,
+        (session_id, allocation_id): (TerminalSessionId, AllocationId),
+        (ends_at, begin_until): (Timestamp, Timestamp),
         recording: RecordingTerms,
+        (in_service, lacks): (bool, Option<String>),
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    ) -> Outcome<Self> {
         let failed = |reason: &str, why: &str| {
-            Transition::to(self.clone(), Reply::Done, why).event(Event::TerminalFailed {
+            Outcome::to(self.clone(), why).event(Event::TerminalFailed {
                 session_id,
-                node_id: self.id,
+                node_id: outcome::node_id(ctx),
                 reason: reason.to_owned(),
             })
         };
-        let in_service = matches!(self.life, Phase::Active | Phase::Offline | Phase::Draining { .. });
-        let ready =
-            |node: &Self| node.holds.get(&allocation_id).is_some_and(|hold| matches!(hold.phase, HoldPhase::Ready));
-        if !in_service || !ready(self) {
+        let is_ready = self.holds.get(&allocation_id).is_some_and(|hold| matches!(hold.phase, HoldPhase::Ready));
+        if !in_service || !is_ready {
             return failed("tenant_not_ready", "a terminal is wanted of a tenant that is not set up");
         }
-        if let Some(why) = self.lacks_task_type(TaskType::TerminalOpen) {
+        if let Some(why) = lacks {
             return failed("agent_outdated", &why);
         }
         let mut next = self.clone();
-        let Some(hold) = next.holds.get_mut(&allocation_id) else { return Transition::stay(Reply::Done) };
+        let Some(hold) = next.holds.get_mut(&allocation_id) else { return Outcome::stay() };
         if hold.terminals.contains_key(&session_id) {
-            return Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id));
+            return Outcome::stay().wake_agent();
         }
         hold.terminals.retain(|_, order| ctx.now < order.work.deadline_at + TASK_RETENTION);
         if hold.terminals.len() >= MAX_TASKS {
@@ -81,37 +80,36 @@ impl Node {
             origin: Some(ctx.origin()),
         };
         hold.terminals.insert(session_id, TerminalTask { work, ends_at, recording, wanted: true });
-        Transition::to(next, Reply::Done, format!("terminal session {session_id} is to be begun"))
-            .effect(Effect::WakeNode(self.id))
+        Outcome::to(next, format!("terminal session {session_id} is to be begun")).wake_agent()
     }
 
     /// The session is closed: an agent that has not started it does not start it.
-    pub(super) fn forget_terminal(
+    pub(in crate::entities::node) fn forget_terminal(
         &self,
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
-    ) -> Transition<Self> {
+    ) -> Outcome<Self> {
         let mut next = self.clone();
         let order = next.holds.get_mut(&allocation_id).and_then(|hold| hold.terminals.get_mut(&session_id));
         match order {
             Some(order) if order.wanted => {
                 order.wanted = false;
-                Transition::to(next, Reply::Done, format!("terminal session {session_id} is over"))
+                Outcome::to(next, format!("terminal session {session_id} is over"))
             }
-            Some(_) | None => Transition::stay(Reply::Done),
+            Some(_) | None => Outcome::stay(),
         }
     }
 
     /// When a task without a result counts as not begun.
-    pub(super) fn terminals_due_at(&self) -> Option<Timestamp> {
+    pub(in crate::entities::node) fn terminals_due_at(&self) -> Option<Timestamp> {
         let ready = self.holds.values().filter(|hold| matches!(hold.phase, HoldPhase::Ready));
         ready.flat_map(|hold| hold.terminals.values()).filter_map(TerminalTask::due_at).min()
     }
 
-    /// Fails the sessions that no agent has begun in time, as part of this transition. Their user would wait for them until the end of
-    /// their lifetime, although the agent may be back.
-    pub(super) fn fail_stale_terminals(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+    /// Fails the sessions that no agent has begun in time. Their user would wait for them until the end of their lifetime, although the
+    /// agent may be back.
+    pub(in crate::entities::node) fn fail_stale_terminals(&self, ctx: &TransitionContext<'_>) -> Outcome<Self> {
+        let mut next = self.clone();
         let mut failed = Vec::new();
         let ready = next.holds.values_mut().filter(|hold| matches!(hold.phase, HoldPhase::Ready));
         for (session_id, order) in ready.flat_map(|hold| &mut hold.terminals) {
@@ -121,32 +119,24 @@ impl Node {
             }
         }
         if failed.is_empty() {
-            return step;
+            return Outcome::stay();
         }
-        let why = match step.next {
-            Some(_) => step.why.clone(),
-            None => "the agent has not begun a terminal session in time".to_owned(),
-        };
         let events = failed.into_iter().map(|session_id| Event::TerminalFailed {
             session_id,
-            node_id: self.id,
+            node_id: outcome::node_id(ctx),
             reason: "not_begun".to_owned(),
         });
-        events.fold(Transition { next: Some(next), why, ..step }, Transition::event)
+        events.fold(Outcome::to(next, "the agent has not begun a terminal session in time"), Outcome::event)
     }
 
-    pub(super) fn terminal_tasks(&self) -> impl Iterator<Item = AgentTask> + '_ {
+    pub(super) fn terminal_tasks(&self, sku: &str) -> impl Iterator<Item = AgentTask> {
         let ready = self.holds.iter().filter(|(_, hold)| matches!(hold.phase, HoldPhase::Ready));
         ready.flat_map(move |(allocation_id, hold)| {
             let wanted = hold.terminals.iter().filter(|(_, order)| order.wanted);
             wanted.map(move |(session_id, order)| AgentTask {
                 work: order.work.clone(),
                 what: TaskKind::OpenTerminal {
-                    place: TenantSlot {
-                        allocation_id: *allocation_id,
-                        placed: hold.placed.clone(),
-                        sku: self.registration.sku.name.clone(),
-                    },
+                    place: Self::slot(*allocation_id, hold, sku),
                     session_id: *session_id,
                     ends_at: order.ends_at,
                     recording: order.recording,
@@ -156,12 +146,13 @@ impl Node {
     }
 
     /// The result of a terminal's task; `None` where the task is of another type.
-    pub(super) fn terminal_reported(
+    pub(in crate::entities::node) fn terminal_reported(
         &self,
         task_id: TaskId,
         attempt: u32,
         verdict: &TaskOutcome,
-    ) -> Option<Result<Transition<Self>, Rejection>> {
+        ctx: &TransitionContext<'_>,
+    ) -> Option<Result<Outcome<Self>, Rejection>> {
         let of_task = |order: &TerminalTask| order.work.task_id == task_id;
         let (allocation_id, session_id, current) = self.holds.iter().find_map(|(allocation_id, hold)| {
             let (session_id, order) = hold.terminals.iter().find(|(_, order)| of_task(order))?;
@@ -176,16 +167,12 @@ impl Node {
         }
         Some(Ok(match verdict {
             TaskOutcome::Succeeded { .. } => {
-                Transition::to(next, Reply::Done, format!("the agent began terminal session {session_id}"))
+                Outcome::to(next, format!("the agent began terminal session {session_id}"))
             }
             TaskOutcome::Failed { code, message } => {
-                let reason = super::tenancy::reason_code(code);
-                Transition::to(
-                    next,
-                    Reply::Done,
-                    format!("the agent could not begin terminal session {session_id}: {message}"),
-                )
-                .event(Event::TerminalFailed { session_id, node_id: self.id, reason })
+                let reason = reason_code(code);
+                Outcome::to(next, format!("the agent could not begin terminal session {session_id}: {message}"))
+                    .event(Event::TerminalFailed { session_id, node_id: outcome::node_id(ctx), reason })
             }
         }))
     }

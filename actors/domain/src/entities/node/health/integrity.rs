@@ -1,6 +1,6 @@
 //! Findings that the machine was altered: they quarantine the node until they are over, or an administrator has accepted them (decision 0057).
 
-use super::{Node, NodeFinding};
+use super::{Health, NodeFinding};
 use crate::finding::{FindingClass, PRIVILEGE_PROBE};
 use serde::{Deserialize, Serialize};
 
@@ -16,9 +16,9 @@ pub struct FindingAcceptance {
     pub count: u64,
 }
 
-impl Node {
+impl Health {
     /// The open findings that quarantine it, in a sentence for an operator.
-    pub(super) fn integrity_fault(&self) -> Option<String> {
+    pub(in crate::entities::node) fn integrity_fault(&self) -> Option<String> {
         let open: Vec<_> = self.findings.iter().filter(|known| known.has(FindingClass::Quarantine)).collect();
         let describe = |known: &&NodeFinding| {
             let reported = &known.reported;
@@ -30,7 +30,7 @@ impl Node {
     }
 
     /// What the agent is to compare with from here on. The agent reports a finding until it has learned that.
-    pub(super) fn accepted_findings(&self) -> Vec<FindingAcceptance> {
+    pub(in crate::entities::node) fn accepted_findings(&self) -> Vec<FindingAcceptance> {
         let is_accepted = |known: &&NodeFinding| {
             let is_cleared = known.cleared.as_ref().is_some_and(|cleared| cleared.reason.is_some());
             known.is_reported && is_cleared && known.reported.probe == PRIVILEGE_PROBE

@@ -1,7 +1,8 @@
 //! A quarantine is a set of holds, each with an author: what takes a hold back takes back its own alone.
 
-use super::{Node, Phase, StateCode, StateReason};
+use super::{Lifecycle, Phase, StateCode, StateReason};
 use crate::audit::{AuditAction, AuditRecord};
+use crate::entities::node::outcome;
 use crate::event::Event;
 use crate::state_machine::{Timestamp, TransitionContext};
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use serde_json::json;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuarantineHold {
     pub author: HoldAuthor,
-    /// As [`Node::reason`](super::Node), of which the first hold is the origin.
+    /// As [`Lifecycle::reason`], of which the first hold is the origin.
     pub code: StateCode,
     pub message: String,
     pub since_at: Timestamp,
@@ -78,7 +79,7 @@ impl HoldAuthor {
 
 impl HoldAuthor {
     /// True where the hold is about what the agent reports of its machine: another version of the agent may end it, or may have caused it.
-    pub(super) const fn is_of_a_fault(self) -> bool {
+    const fn is_of_a_fault(self) -> bool {
         match self {
             Self::Health | Self::Drift | Self::Integrity | Self::Validation => true,
             Self::Clone | Self::Release | Self::Reimage | Self::Provider | Self::Administrator => false,
@@ -86,11 +87,11 @@ impl HoldAuthor {
     }
 }
 
-impl Node {
+impl Lifecycle {
     /// The holds of its quarantine, oldest first. A node that an earlier release quarantined has the one of its reason.
     #[must_use]
     pub fn quarantine_holds(&self) -> Vec<QuarantineHold> {
-        if !matches!(self.life, Phase::Quarantined { .. }) {
+        if !matches!(self.phase, Phase::Quarantined { .. }) {
             return Vec::new();
         }
         if !self.quarantine_holds.is_empty() {
@@ -101,12 +102,17 @@ impl Node {
     }
 
     /// True where this author holds it in quarantine.
-    pub(super) fn is_held_by(&self, author: HoldAuthor) -> bool {
+    pub(in crate::entities::node) fn is_held_by(&self, author: HoldAuthor) -> bool {
         self.quarantine_holds().iter().any(|hold| hold.author == author)
     }
 
+    /// True where every hold is of an author whose fault another version of the agent may end, or may have caused.
+    pub(in crate::entities::node) fn is_held_by_faults_alone(&self) -> bool {
+        self.quarantine_holds().iter().all(|hold| hold.author.is_of_a_fault())
+    }
+
     /// Adds a hold. The first one quarantines the node, which returns to its present state once the last one is taken back.
-    pub(super) fn enter_quarantine(
+    pub(in crate::entities::node) fn enter_quarantine(
         &mut self,
         code: StateCode,
         message: &str,
@@ -116,8 +122,8 @@ impl Node {
         let mut holds = self.quarantine_holds();
         holds.retain(|hold| hold.author != author);
         holds.push(QuarantineHold { author, code: code.clone(), message: message.to_owned(), since_at: ctx.now });
-        let event = (!matches!(self.life, Phase::Quarantined { .. })).then(|| {
-            let was = Box::new(self.life.clone());
+        let event = (!matches!(self.phase, Phase::Quarantined { .. })).then(|| {
+            let was = Box::new(self.phase.clone());
             self.enter(Phase::Quarantined { was }, code, message, ctx)
         });
         self.quarantine_holds = holds;
@@ -125,13 +131,13 @@ impl Node {
         event
     }
 
-    /// Takes back the holds of these authors. Without any other, the node returns to the state that it had before.
-    pub(super) fn take_back_holds(
+    /// Takes back the holds of these authors. Without any other, the node returns to the state that it had before, with an event.
+    pub(in crate::entities::node) fn take_back_holds(
         &mut self,
         authors: &[HoldAuthor],
         ctx: &TransitionContext<'_>,
-    ) -> Option<(Vec<Event>, AuditRecord)> {
-        let Phase::Quarantined { was } = &self.life else { return None };
+    ) -> Option<(Option<Event>, AuditRecord)> {
+        let Phase::Quarantined { was } = &self.phase else { return None };
         let was = Phase::clone(was);
         let held = self.quarantine_holds();
         let (over, left): (Vec<_>, Vec<_>) = held.into_iter().partition(|hold| authors.contains(&hold.author));
@@ -139,21 +145,19 @@ impl Node {
             return None;
         }
         let names: Vec<&str> = over.iter().map(|hold| hold.author.into()).collect();
-        let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "holds": names, "left": left.len() }));
-        let mut events = Vec::new();
+        let metadata = json!({ "holds": names, "left": left.len() });
+        let audit = outcome::audit(AuditAction::NodesReleaseQuarantine, metadata, ctx);
         if left.is_empty() {
             const WHY: &str = "The cause of the quarantine is over.";
-            events.push(self.enter(was, StateCode::QuarantineReleased, WHY, ctx));
-            events.extend(self.retire_if_drained(ctx));
-        } else {
-            self.quarantine_holds = left;
-            self.show_first_hold();
+            return Some((Some(self.enter(was, StateCode::QuarantineReleased, WHY, ctx)), audit));
         }
-        Some((events, audit))
+        self.quarantine_holds = left;
+        self.show_first_hold();
+        Some((None, audit))
     }
 
     /// Replaces what this author's hold says, where there is one.
-    pub(super) fn explain_hold(&mut self, author: HoldAuthor, message: &str) {
+    pub(in crate::entities::node) fn explain_hold(&mut self, author: HoldAuthor, message: &str) {
         for hold in self.quarantine_holds.iter_mut().filter(|hold| hold.author == author) {
             message.clone_into(&mut hold.message);
         }

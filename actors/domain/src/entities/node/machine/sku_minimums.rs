@@ -13,7 +13,7 @@
 //! node that is to become active, for the first time or after its retirement. It takes no node out of service: what a machine must keep is
 //! what its SKU expects of it (`expected_hardware`), whose drift quarantines.
 
-use super::{HardwareComparison, Node, Phase, ReportedInventory};
+use super::{HardwareComparison, NodeMachine, ReportedInventory};
 use crate::hardware::SoldMachine;
 
 /// One amount that a SKU sells.
@@ -46,12 +46,9 @@ impl Amount {
     }
 }
 
-impl Node {
-    /// What the machine has less of than its SKU sells, in a sentence for an operator, where it is to become active.
+impl NodeMachine {
+    /// What the machine has less of than its SKU sells, in a sentence for an operator.
     pub(super) fn below_sku(&self) -> Option<String> {
-        if !self.is_to_become_active() {
-            return None;
-        }
         let (sku, inventory) = (&self.registration.sku, self.inventory.as_ref()?);
         let sold = sku.machine.as_ref()?;
         let short = AMOUNTS.iter().filter_map(|amount| {
@@ -67,20 +64,6 @@ impl Node {
             let short = short.join("; ");
             format!("The machine is below the SKU {name}: {short}. Register it under a SKU that it fits.")
         })
-    }
-
-    /// False of a node in service, also while it is quarantined or drained.
-    fn is_to_become_active(&self) -> bool {
-        let life = if let Phase::Quarantined { was } = &self.life { was } else { &self.life };
-        match life {
-            Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } | Phase::Retired => true,
-            Phase::Active
-            | Phase::Offline
-            | Phase::Draining { .. }
-            | Phase::Quarantined { .. }
-            | Phase::Removing { .. }
-            | Phase::Removed => false,
-        }
     }
 
     /// The same line by line, in every state.

@@ -1,8 +1,8 @@
 //! The machine of a node beside what its SKU promises and expects, line by line. The rules are those by which a node is kept out of service
-//! ([`Node::mismatch`]).
+//! ([`NodeMachine::mismatch`]).
 
 use super::hardware_drift::{ENOUGH_PERCENT, folded};
-use super::{Node, ReportedInventory};
+use super::{NodeMachine, ReportedInventory};
 use crate::hardware::{DriverVersion, ExpectedHardware};
 
 /// One line.
@@ -16,22 +16,22 @@ pub struct HardwareComparison {
     pub is_enough: Option<bool>,
 }
 
-impl Node {
+impl NodeMachine {
     /// What the SKU promises of GPUs, what it sells of the rest of the machine, and what is expected of it.
-    #[must_use]
-    pub fn compared_hardware(&self) -> Vec<HardwareComparison> {
+    /// `missing` GPUs are not listed and were found missing.
+    pub(in crate::entities::node) fn compared_hardware(&self, missing: u32) -> Vec<HardwareComparison> {
         let inventory = self.inventory.as_ref();
-        let mut lines = self.compared_gpus(inventory).to_vec();
+        let mut lines = self.compared_gpus(inventory, missing).to_vec();
         lines.extend(self.compared_with_sold_machine());
         lines.extend(self.expected_hardware.iter().flat_map(|expected| compared_machine(expected, inventory)));
         lines
     }
 
-    fn compared_gpus(&self, inventory: Option<&ReportedInventory>) -> [HardwareComparison; 3] {
+    fn compared_gpus(&self, inventory: Option<&ReportedInventory>, missing: u32) -> [HardwareComparison; 3] {
         let promise = &self.registration.sku;
         let gpus = inventory.map(|inventory| &inventory.gpus);
         let count = gpus.map(|gpus| u32::try_from(gpus.len()).unwrap_or(u32::MAX));
-        let whole = count.map(|count| count.saturating_add(self.gpus_found_missing()));
+        let whole = count.map(|count| count.saturating_add(missing));
         let promised = promise.gpu_model.trim();
         let models = gpus.map(|gpus| {
             let mut models: Vec<_> = gpus.iter().map(|gpu| gpu.model.trim()).collect();

@@ -4,15 +4,16 @@
 //! tasks one after the other, and a result of an earlier attempt is rejected. An attempt that failed, or has no result in time, is retried
 //! after a pause, for as long as the tenant exists.
 
-use super::{AgentTask, Hold, HoldPhase, Node, PendingTask, Rejection, Reply, TaskKind, TaskOutcome, TenantSlot};
+use super::{Hold, HoldPhase, Tenancy};
 use crate::audit::AuditAction;
+use crate::entities::node::outcome::{self, Outcome};
+use crate::entities::node::{AgentTask, PendingTask, Rejection, TaskKind, TaskOutcome, reason_code};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
 use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer;
 use crate::ssh_key::{self, AuthorizedKey};
-use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
-use crate::task_type::TaskType;
+use crate::state_machine::{Deadline, Timestamp, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -52,15 +53,15 @@ impl Hold {
     }
 }
 
-impl Node {
-    pub(super) fn reconcile_logins(
+impl Tenancy {
+    pub(in crate::entities::node) fn reconcile_logins(
         &self,
         allocation_id: AllocationId,
         revision: u64,
         keys: Vec<AuthorizedKey>,
         ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
-        let Some(hold) = self.holds.get(&allocation_id) else { return Transition::stay(Reply::Done) };
+    ) -> Outcome<Self> {
+        let Some(hold) = self.holds.get(&allocation_id) else { return Outcome::stay() };
         let is_set_up = match hold.phase {
             // The keys are part of the set-up task.
             HoldPhase::Reserved => false,
@@ -70,14 +71,14 @@ impl Node {
             HoldPhase::SetupFailed { .. }
             | HoldPhase::Releasing { .. }
             | HoldPhase::ReleaseFailed { .. }
-            | HoldPhase::Abandoned { .. } => return Transition::stay(Reply::Done),
+            | HoldPhase::Abandoned { .. } => return Outcome::stay(),
         };
         let known = &hold.logins;
         if revision <= known.revision {
             return match known.written == revision {
-                true => Transition::to(self.clone(), Reply::Done, "the applied keys were requested again")
-                    .event(Event::LoginsWritten { node_id: self.id, allocation_id, revision }),
-                false => Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
+                true => Outcome::to(self.clone(), "the applied keys were requested again")
+                    .event(Event::LoginsWritten { node_id: outcome::node_id(ctx), allocation_id, revision }),
+                false => Outcome::stay().wake_agent(),
             };
         }
         let mut next = self.clone();
@@ -88,37 +89,29 @@ impl Node {
                 hold.logins.order = Some(replacement_task(hold.logins.order.as_ref(), ctx));
             }
         }
-        Transition::to(
-            next,
-            Reply::Done,
-            format!("allocation {allocation_id}: its SSH keys have changed (revision {revision})"),
-        )
-        .effect(Effect::WakeNode(self.id))
+        Outcome::to(next, format!("allocation {allocation_id}: its SSH keys have changed (revision {revision})"))
+            .wake_agent()
     }
 
     /// The set-up has written the last revision, unless there is a task for another one.
     pub(super) fn ssh_keys_of_setup(
-        &self,
-        mut step: Transition<Self>,
+        mut step: Outcome<Self>,
         allocation_id: AllocationId,
-    ) -> Transition<Self> {
+        ctx: &TransitionContext<'_>,
+    ) -> Outcome<Self> {
         let hold = step.next.as_mut().and_then(|next| next.holds.get_mut(&allocation_id));
         let Some(hold) = hold.filter(|hold| hold.logins.order.is_none() && hold.logins.revision > 0) else {
             return step;
         };
         let revision = hold.logins.revision;
         hold.logins.written = revision;
-        step.event(Event::LoginsWritten { node_id: self.id, allocation_id, revision })
+        step.event(Event::LoginsWritten { node_id: outcome::node_id(ctx), allocation_id, revision })
     }
 
-    pub(super) fn ssh_keys_tasks(&self) -> impl Iterator<Item = AgentTask> + '_ {
-        self.holds.iter().filter_map(|(allocation_id, hold)| {
+    pub(super) fn ssh_keys_tasks(&self, sku: &str) -> impl Iterator<Item = AgentTask> {
+        self.holds.iter().filter_map(move |(allocation_id, hold)| {
             let order = hold.pending_ssh_keys_task().filter(|order| order.rests_until.is_none())?;
-            let place = TenantSlot {
-                allocation_id: *allocation_id,
-                placed: hold.placed.clone(),
-                sku: self.registration.sku.name.clone(),
-            };
+            let place = Self::slot(*allocation_id, hold, sku);
             Some(AgentTask {
                 work: order.work.clone(),
                 what: TaskKind::ReconcileLogins { place, keys: hold.keys.clone() },
@@ -127,13 +120,13 @@ impl Node {
     }
 
     /// The result of such a task; `None` where the task is of another type.
-    pub(super) fn ssh_keys_reported(
+    pub(in crate::entities::node) fn ssh_keys_reported(
         &self,
         task_id: TaskId,
         attempt: u32,
         verdict: &TaskOutcome,
         ctx: &TransitionContext<'_>,
-    ) -> Option<Result<Transition<Self>, Rejection>> {
+    ) -> Option<Result<Outcome<Self>, Rejection>> {
         let of_task = |hold: &Hold| hold.logins.order.clone().filter(|order| order.work.task_id == task_id);
         let (allocation_id, order) = self.holds.iter().find_map(|(id, hold)| Some((*id, of_task(hold)?)))?;
         let current = order.work.attempt;
@@ -157,37 +150,36 @@ impl Node {
             TaskOutcome::Failed { code, message } => {
                 hold.logins.order = Some(order.backed_off(ctx.now));
                 let why = format!("allocation {allocation_id}: the agent could not apply its SSH keys: {message}");
-                ("failed", Some(super::tenancy::reason_code(code)), why)
+                ("failed", Some(reason_code(code)), why)
             }
         };
         let fingerprints: Vec<_> = hold.keys.iter().map(|key| key.fingerprint.clone()).collect();
         let metadata = json!({
             "allocation_id": allocation_id, "revision": revision, "fingerprints": fingerprints, "result": result, "code": code,
         });
-        let written = Event::LoginsWritten { node_id: self.id, allocation_id, revision };
-        let step = Transition::to(next, Reply::Done, why).audit(self.audit(AuditAction::SshKeysReconcile, metadata));
+        let written = Event::LoginsWritten { node_id: outcome::node_id(ctx), allocation_id, revision };
+        let step = Outcome::to(next, why).audit(outcome::audit(AuditAction::SshKeysReconcile, metadata, ctx));
         Some(Ok(if is_written { step.event(written) } else { step }))
     }
 
     /// When a task is dispatched again.
-    pub(super) fn ssh_keys_due_at(&self) -> Option<Timestamp> {
+    pub(in crate::entities::node) fn ssh_keys_due_at(&self) -> Option<Timestamp> {
         self.holds.values().filter_map(Hold::pending_ssh_keys_task).map(SshKeysTask::retry_at).min()
     }
 
-    /// An operator has to see, after some time, that a removed key still opens the tenant.
-    pub(super) fn ssh_keys_deadline(&self) -> Option<Deadline> {
+    /// An operator has to see, after some time, that a removed key still opens the tenant. `lacks` says why the agent writes none.
+    pub(in crate::entities::node) fn ssh_keys_deadline(&self, lacks: Option<String>) -> Option<Deadline> {
         let waits = self.holds.iter().filter_map(|(id, hold)| Some((id, hold.pending_ssh_keys_task()?.due_at)));
         let first = waits.min_by_key(|(_, due_at)| *due_at);
-        let of_the_agent =
-            self.lacks_task_type(TaskType::SshKeysReconcile).map(|why| format!("; {why}")).unwrap_or_default();
+        let of_the_agent = lacks.map(|why| format!("; {why}")).unwrap_or_default();
         first.map(|(id, due_at)| {
             Deadline::new(due_at, format!("the keys of allocation {id} are not written yet{of_the_agent}"))
         })
     }
 
-    /// Retries what has paused, or has no result in time, as part of this transition.
-    pub(super) fn retry_stale_ssh_keys(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+    /// Retries what has paused, or has no result in time.
+    pub(in crate::entities::node) fn retry_stale_ssh_keys(&self, ctx: &TransitionContext<'_>) -> Outcome<Self> {
+        let mut next = self.clone();
         let mut again = false;
         for hold in next.holds.values_mut() {
             let due = hold.pending_ssh_keys_task().filter(|order| order.retry_at() <= ctx.now).cloned();
@@ -197,14 +189,9 @@ impl Node {
             }
         }
         if !again {
-            return step;
+            return Outcome::stay();
         }
-        let why = if step.next.is_some() {
-            step.why.clone()
-        } else {
-            "keys that are not written are offered again".to_owned()
-        };
-        Transition { next: Some(next), why, ..step }.effect(Effect::WakeNode(self.id))
+        Outcome::to(next, "keys that are not written are offered again").wake_agent()
     }
 }
 

@@ -1,28 +1,23 @@
 //! Differences of a machine from what its SKU expects of it beside its GPUs (decision 0057). What is unknown is no difference.
 
-use super::{Node, ReportedInventory};
+use super::{NodeMachine, ReportedInventory};
 use crate::hardware::{DriverVersion, ExpectedHardware};
 use crate::state_machine::TransitionContext;
 
 /// The kernel, firmware and file systems reserve a part of memory and storage: so much of what is expected is enough.
 pub(super) const ENOUGH_PERCENT: u64 = 95;
 
-impl Node {
+impl NodeMachine {
     /// Takes over what its SKU expects at this moment.
-    pub(super) fn learn_expected_hardware(&mut self, ctx: &TransitionContext<'_>) {
+    pub(in crate::entities::node) fn learn_expected_hardware(&mut self, ctx: &TransitionContext<'_>) {
         let expected = ctx.policy.expected_hardware(self.registration.sku.sku_id);
         if self.expected_hardware.as_deref() != expected {
             self.expected_hardware = expected.cloned().map(Box::new);
         }
     }
 
-    /// What of the machine beside its GPUs is in the way of its service, in a sentence for an operator.
-    pub(super) fn machine_mismatch(&self) -> Option<String> {
-        self.below_sku().or_else(|| self.hardware_drift())
-    }
-
     /// All differences of the machine from what its SKU expects, in a sentence for an operator.
-    fn hardware_drift(&self) -> Option<String> {
+    pub(super) fn hardware_drift(&self) -> Option<String> {
         let (expected, inventory) = (self.expected_hardware.as_deref()?, self.inventory.as_ref()?);
         let found = differences(expected, inventory);
         let name = &self.registration.sku.name;

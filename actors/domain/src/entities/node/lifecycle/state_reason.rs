@@ -10,7 +10,7 @@ pub struct StateReason {
 }
 
 impl StateReason {
-    pub(super) fn new(code: StateCode, message: impl Into<String>) -> Self {
+    pub(in crate::entities::node) fn new(code: StateCode, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
     }
 }

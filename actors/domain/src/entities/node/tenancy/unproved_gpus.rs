@@ -1,7 +1,8 @@
 //! GPUs whose last tenant has left with a clean-up proof that leaves them out: the driver did not show that nothing of it is left (decision
 //! 0081). Each is withheld from rent by itself, until the agent has proved it.
 
-use super::{FindingReport, Node};
+use super::Tenancy;
+use crate::entities::node::FindingReport;
 use crate::id::AllocationId;
 use crate::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -30,9 +31,14 @@ pub struct UnprovedGpu {
     pub why: String,
 }
 
-impl Node {
+impl Tenancy {
     /// Withholds those GPUs of a tenant that its clean-up proof leaves out.
-    pub(super) fn withhold_unproved(&mut self, allocation_id: AllocationId, gap: &ProofGap, now: Timestamp) {
+    pub(in crate::entities::node) fn withhold_unproved(
+        &mut self,
+        allocation_id: AllocationId,
+        gap: &ProofGap,
+        now: Timestamp,
+    ) {
         let Some(hold) = self.holds.get(&allocation_id) else { return };
         let unproved = |(uuid, why): (&String, &String)| {
             hold.placed.devices.iter().any(|device| device.uuid == *uuid).then(|| {
@@ -45,7 +51,7 @@ impl Node {
     }
 
     /// Takes back what the agent has proved since: its report was sent after the proof, and does not name the GPU.
-    pub(super) fn note_proved_gpus(&mut self, report: &FindingReport) {
+    pub(in crate::entities::node) fn note_proved_gpus(&mut self, report: &FindingReport) {
         if report.is_truncated {
             return;
         }
