@@ -5,8 +5,9 @@
 use anyhow::{Context, ensure};
 use futures::future::try_join_all;
 use local_servers::pki::Authority;
+use local_servers::ports::free_port;
 use local_servers::private_files;
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::process::{ChildProcess, Launch};
 use reqwest::Method;
 use serde_json::json;
 use std::net::TcpStream;

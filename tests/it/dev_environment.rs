@@ -3,7 +3,8 @@
 use crate::browser::Browser;
 use crate::external_identity_provider::read_login_url;
 use crate::external_tools::tools;
-use local_servers::process::{ChildProcess, Launch, claim_port, tail};
+use local_servers::ports::claim_port;
+use local_servers::process::{ChildProcess, Launch, tail};
 use local_servers::{identity, private_files};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
@@ -78,7 +79,7 @@ impl DevEnvironment {
         let text = std::fs::read_to_string(self.folder.path().join("dev/kept.json")).unwrap();
         let saved: BTreeMap<String, String> = serde_json::from_str(&text).unwrap();
         let ports = saved.iter().filter(|(name, _)| name.contains("port")).filter_map(|(_, value)| value.parse().ok());
-        let claimed = ports.filter(|port| claim_port(*port)).count();
+        let claimed = ports.filter(|port| claim_port(*port).unwrap()).count();
         assert!(claimed >= 8, "{claimed} of {:?}", saved.keys());
     }
 

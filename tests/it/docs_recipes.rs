@@ -3,7 +3,7 @@
 use crate::browser::Browser;
 use crate::gpuctl::serving;
 use crate::ssh_access::SshNode;
-use local_servers::process::free_port;
+use local_servers::ports::free_port;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

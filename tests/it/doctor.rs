@@ -338,7 +338,7 @@ struct OwnNats {
 impl OwnNats {
     async fn start(more: &[&str]) -> Self {
         let program = private_files::find_programs("nats-server").into_iter().next().expect("nats-server is installed");
-        let port = local_servers::process::free_port().unwrap();
+        let port = local_servers::ports::free_port().unwrap();
         let mut command = Command::new(program);
         command.args(["--addr", "127.0.0.1", "--port", &port.to_string()]).args(more);
         let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();

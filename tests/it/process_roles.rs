@@ -2,7 +2,7 @@
 
 use crate::billing::{allocation_request, expect_exact, expensive_sku};
 use crate::log_gateway::{CollectingNode, batch_of};
-use local_servers::process::free_port;
+use local_servers::ports::free_port;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};

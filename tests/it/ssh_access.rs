@@ -66,7 +66,7 @@ impl SshNode {
             return None;
         }
         machine.stop_agent();
-        let port = u64::from(local_servers::process::free_port().unwrap());
+        let port = u64::from(local_servers::ports::free_port().unwrap());
         let mut door = Self { node, machine, port };
         door.start_agent();
         let reached = json!({ "host": "127.0.0.1", "port": port });

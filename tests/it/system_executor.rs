@@ -173,7 +173,7 @@ async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
     }
     let before = machine.snapshot(&MAY_CHANGE);
     machine.stop_agent();
-    let port = u64::from(local_servers::process::free_port().unwrap());
+    let port = u64::from(local_servers::ports::free_port().unwrap());
     start(&mut machine, &[("SVC_NODE_AGENT_SSH_LISTEN", &format!("127.0.0.1:{port}"))]);
     let reached =
         cluster.admin.request(Method::PATCH, &node.path()).json(&json!({ "host": "127.0.0.1", "port": port }));

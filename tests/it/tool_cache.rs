@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse as _, Response};
-use local_servers::process::free_port;
+use local_servers::ports::free_port;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use sha2::{Digest as _, Sha256};

@@ -140,10 +140,12 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
+    use crate::ports::free_port;
 
     /// A server that answers a whole request (ended by a half-close) with its name and the request's length.
     async fn server(name: &'static str) -> (SocketAddr, JoinHandle<()>) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        // Claimed: no other process has it once this server has ended.
+        let listener = TcpListener::bind(("127.0.0.1", free_port().unwrap())).await.unwrap();
         let address = listener.local_addr().unwrap();
         let task = tokio::spawn(async move {
             loop {

@@ -9,6 +9,7 @@ pub mod identity;
 pub mod nats;
 pub mod payment_processor;
 pub mod pki;
+pub mod ports;
 pub mod postgres;
 pub mod private_files;
 pub mod process;

@@ -12,14 +12,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
-use rand::RngExt as _;
 
 /// `$0` is the signal that asks the program to end, `$@` the program. A line on the pipe means that the program was waited
 /// for, so that its pid may be reused: the watcher then ends and kills no process. It runs under a second fork, so
@@ -297,50 +294,6 @@ pub fn tail(path: &Path, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-/// A TCP port of 127.0.0.1 that was free a moment ago. It lies below the range from which the kernel takes the ports of
-/// outgoing connections, and this function gave it to no other living process: so no process takes it before its server binds it.
-pub fn free_port() -> std::io::Result<u16> {
-    let outgoing = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
-    let below = outgoing.split_whitespace().next().and_then(|first| first.parse().ok()).unwrap_or(32768);
-    for _ in 0..100 {
-        let port = if below > 12_000 { rand::rng().random_range(10_000..below) } else { 0 };
-        // Claimed first: a look at another process's port would keep that process from binding it in this moment.
-        if port != 0 && !claim_port(port) {
-            continue;
-        }
-        if let Ok(listener) = std::net::TcpListener::bind(("127.0.0.1", port)) {
-            let port = listener.local_addr()?.port();
-            if claim_port(port) {
-                return Ok(port);
-            }
-        }
-    }
-    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, "no free port of 127.0.0.1 found in 100 attempts"))
-}
-
-/// Claims a port until this process ends, so that [`free_port`] gives it to no other process: a lock on the byte of its number in a file
-/// that all of this user's processes share. False where another process has it. Where there can be no such file, every port is had.
-pub fn claim_port(port: u16) -> bool {
-    static CLAIMS: OnceLock<Option<File>> = OnceLock::new();
-    let claims = CLAIMS.get_or_init(|| {
-        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(claims_path()).ok()
-    });
-    let Some(file) = claims else { return true };
-    let lock = nix::libc::flock {
-        l_type: nix::libc::F_WRLCK.try_into().unwrap_or_default(),
-        l_whence: nix::libc::SEEK_SET.try_into().unwrap_or_default(),
-        l_start: port.into(),
-        l_len: 1,
-        l_pid: 0,
-    };
-    fcntl(file, FcntlArg::F_OFD_SETLK(&lock)).is_ok()
-}
-
-/// Not in TMPDIR, which is another folder for some of the processes.
-fn claims_path() -> String {
-    format!("/tmp/gpuaas-ports-{}", nix::unistd::geteuid())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -360,25 +313,6 @@ mod tests {
             assert!(Instant::now() < until, "not within 60 s: {what}");
             std::thread::sleep(CHECK_INTERVAL);
         }
-    }
-
-    #[test]
-    fn port_claimed_by_one_process_is_not_given_to_another() {
-        let port = free_port().unwrap();
-        let path = claims_path();
-        // As another process opens it.
-        let file = OpenOptions::new().write(true).open(path).unwrap();
-        let lock = |byte: i64| nix::libc::flock {
-            l_type: nix::libc::F_WRLCK.try_into().unwrap(),
-            l_whence: nix::libc::SEEK_SET.try_into().unwrap(),
-            l_start: byte,
-            l_len: 1,
-            l_pid: 0,
-        };
-        assert!(fcntl(&file, FcntlArg::F_OFD_SETLK(&lock(port.into()))).is_err());
-        // Above every port: claimed by this process alone.
-        let other = 100_000 + i64::from(std::process::id());
-        assert!(fcntl(&file, FcntlArg::F_OFD_SETLK(&lock(other))).is_ok());
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::SecretString;
 
+use crate::ports::free_port;
 use crate::private_files;
-use crate::process::free_port;
 
 /// How long a saved port may stay in use: the programs of a killed start may still be ending. Longer than their watcher waits.
 const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,7 +80,7 @@ impl SavedSettings {
         Ok(self.value(name, || Ok(format!("{prefix}{}", private_files::random_hex(bytes))))?.into())
     }
 
-    /// A port of 127.0.0.1: the one of an earlier start, or one that was free a moment ago.
+    /// A port of 127.0.0.1: the one of an earlier start, or a free one, which this process has until it ends.
     pub fn port(&self, name: &str) -> anyhow::Result<SavedPort> {
         self.port_within(name, PORT_RELEASE_TIMEOUT)
     }

@@ -117,7 +117,7 @@ impl SystemAgent {
         Ok(Self {
             folder: directories.folder.join(number.to_string()),
             first_uid: FIRST_UID + directories.number * UIDS_PER_ENVIRONMENT + number * UIDS_PER_AGENT,
-            ssh_port: if has_sshd() { Some(local_servers::process::free_port()?) } else { None },
+            ssh_port: if has_sshd() { Some(local_servers::ports::free_port()?) } else { None },
         })
     }
 

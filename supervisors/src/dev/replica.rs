@@ -17,7 +17,8 @@ use local_servers::identity::IdentityProvider;
 use local_servers::identity::browser_login::CONSOLE_CLIENT_ID;
 use local_servers::nats::NatsUser;
 use local_servers::pki::ServerCertificate;
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::ports::free_port;
+use local_servers::process::{ChildProcess, Launch};
 use local_servers::settings::SavedSettings;
 
 const READY_TIMEOUT: Duration = Duration::from_secs(120);
@@ -66,7 +67,7 @@ pub struct ListenAddresses {
 }
 
 impl ListenAddresses {
-    /// Ports of 127.0.0.1 that were free a moment ago.
+    /// Ports of 127.0.0.1 that this process has until it ends.
     pub fn on_free_ports() -> std::io::Result<Self> {
         let port = || Ok::<_, std::io::Error>(SocketAddr::from(([127, 0, 0, 1], free_port()?)));
         Ok(Self { public: port()?, node: port()?, webhook: port()?, operations: port()? })

@@ -174,8 +174,11 @@ mod tests {
 
     #[tokio::test]
     async fn collector_that_does_not_listen_is_an_outage_and_one_without_tls_a_wrong_address() {
-        let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-        let (reason, text) = noted(format!("http://user:secret@{closed}/v1/traces")).await.unwrap();
+        // It has its port and accepts no connection.
+        let closed = tokio::net::TcpSocket::new_v4().unwrap();
+        closed.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = closed.local_addr().unwrap();
+        let (reason, text) = noted(format!("http://user:secret@{address}/v1/traces")).await.unwrap();
         assert_eq!(reason, DropReason::Outage);
         assert!(text.contains("refused") && !text.contains("secret"), "{text}");
         let plain = collector(200, "text/plain").await;

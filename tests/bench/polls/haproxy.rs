@@ -1,8 +1,9 @@
 //! The baseline: HAProxy with the same requests over the same mutual TLS in its tarpit.
 
 use anyhow::Context;
+use local_servers::ports::free_port;
 use local_servers::private_files;
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::process::{ChildProcess, Launch};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

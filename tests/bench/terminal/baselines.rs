@@ -1,8 +1,9 @@
 //! The baselines: terminado in a process of its own, and `ssh -tt` to an sshd of this machine.
 
 use anyhow::{Context, ensure};
+use local_servers::ports::free_port;
 use local_servers::private_files;
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::process::{ChildProcess, Launch};
 use std::net::{SocketAddr, TcpStream as Probe};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;

@@ -1,7 +1,8 @@
 //! The balancer of `deploy/ha`: HAProxy with the file that is shipped, in front of three replicas.
 
 use super::patroni::{checkout, tool};
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::ports::free_port;
+use local_servers::process::{ChildProcess, Launch};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use supervisors::dev::replica::Replica;
@@ -14,7 +15,7 @@ pub struct HaproxyAddresses {
 }
 
 impl HaproxyAddresses {
-    /// Ports of 127.0.0.1 that were free a moment ago.
+    /// Ports of 127.0.0.1 that this process has until it ends.
     ///
     /// # Errors
     /// Where there is no free port.

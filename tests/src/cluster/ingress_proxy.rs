@@ -4,8 +4,9 @@
 //! those of direct connections are not.
 
 use super::TestCluster;
+use local_servers::ports::free_port;
 use local_servers::private_files;
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::process::{ChildProcess, Launch};
 use secrecy::ExposeSecret as _;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};

@@ -2,8 +2,9 @@
 
 use super::patroni::tool;
 use anyhow::Context as _;
+use local_servers::ports::free_port;
 use local_servers::postgres::{ROLE, account};
-use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::process::{ChildProcess, Launch};
 use local_servers::test_database::TestDatabase;
 use nix::unistd::{Uid, User};
 use std::path::PathBuf;

@@ -2,8 +2,9 @@
 //! nothing of their roles, as a virtual address or a balancer of TCP does.
 
 use anyhow::Context as _;
+use local_servers::ports::free_port;
 use local_servers::postgres::{account, program};
-use local_servers::process::{ChildProcess, Launch, as_account, free_port};
+use local_servers::process::{ChildProcess, Launch, as_account};
 use local_servers::test_database::TestDatabase;
 use secrecy::ExposeSecret as _;
 use sqlx::ConnectOptions as _;

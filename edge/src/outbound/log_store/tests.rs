@@ -76,9 +76,10 @@ async fn wrong_address_is_distinguished_from_an_outage() {
     assert_eq!(failure_at(&format!("{}/wrong", server.uri())).await.kind, PushFailureKind::Address);
     client(&server.uri()).push(JSON, Bytes::from_static(BATCH)).await.unwrap();
     drop(server);
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    drop(listener);
+    // It has its port and accepts no connection.
+    let closed = tokio::net::TcpSocket::new_v4().unwrap();
+    closed.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = closed.local_addr().unwrap();
     assert_eq!(failure_at(&format!("http://{address}")).await.kind, PushFailureKind::Outage);
 }
 
