@@ -438,7 +438,8 @@ async fn closing_a_committer_with_a_stopped_worker_commits_the_queue() {
     assert_eq!(waits.await.unwrap(), CommitOutcome::Applied);
 }
 
-/// Whether commits wait for a standby, which there is not.
+/// Sets whether commits wait for a standby, which there is not, and returns when they do. Only the checkpointer puts the setting into effect: a
+/// session that has read it may still commit without waiting.
 async fn wait_for_absent_standby(store: &TestStore, waits: bool) {
     let statement = if waits {
         "ALTER SYSTEM SET synchronous_standby_names = 'absent'"
@@ -447,14 +448,33 @@ async fn wait_for_absent_standby(store: &TestStore, waits: bool) {
     };
     sqlx::query(statement).execute(store.pool()).await.unwrap();
     sqlx::query("SELECT pg_reload_conf()").execute(store.pool()).await.unwrap();
-    for _ in 0..6000 {
-        let names: String = sqlx::query_scalar("SHOW synchronous_standby_names").fetch_one(store.pool()).await.unwrap();
-        if names.is_empty() != waits {
-            return;
+    let mut session = store.pool().acquire().await.unwrap();
+    let pid: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *session).await.unwrap();
+    let is_waiting = async || {
+        let query = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND pid = $1";
+        while sqlx::query_scalar::<_, i64>(query).bind(pid).fetch_one(store.pool()).await.unwrap() == 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(60) {
+        let mut commit = sqlx::query("SELECT pg_logical_emit_message(true, 'test', '')").execute(&mut *session);
+        tokio::select! {
+            done = &mut commit => {
+                done.unwrap();
+                if !waits {
+                    return;
+                }
+            }
+            () = is_waiting(), if waits => {
+                sqlx::query("SELECT pg_cancel_backend($1)").bind(pid).execute(store.pool()).await.unwrap();
+                commit.await.unwrap();
+                return;
+            }
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    panic!("the server does not read its settings");
+    panic!("the server does not put its settings into effect");
 }
 
 #[tokio::test]
