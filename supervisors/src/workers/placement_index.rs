@@ -24,6 +24,7 @@ use domain::placement::NodeCapacity;
 use feed::{CapacityMessage, CommittedCapacity, FeedPositions, MAX_NODES};
 use futures::StreamExt;
 use persistence::Reads;
+use persistence::outage_log::RetryLog;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -72,19 +73,20 @@ pub(super) fn start_publisher(parts: &WorkerDependencies) -> anyhow::Result<Work
 /// # Errors
 /// Never; while Postgres cannot be read the index stays as it is.
 pub async fn run(free_gpus: Arc<FreeGpuIndex>, bus: Bus) -> anyhow::Result<()> {
-    tokio::join!(check_periodically(&free_gpus, &bus), free_gpus.reread_doubted());
+    tokio::join!(check_periodically(&free_gpus, || bus.is_connected()), free_gpus.reread_doubted());
     Ok(())
 }
 
-async fn check_periodically(free_gpus: &FreeGpuIndex, bus: &Bus) {
+async fn check_periodically(free_gpus: &FreeGpuIndex, is_bus_connected: impl Fn() -> bool) {
     let mut ticker = interval(TICK);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut checked_at, mut was_connected): (Option<Instant>, bool) = (None, false);
+    let retries = RetryLog::new("compare the index of free GPUs with the database");
     loop {
         tokio::select! {
             () = free_gpus.check_requested() => {}
             _ = ticker.tick() => {
-                let is_connected = bus.is_connected();
+                let is_connected = is_bus_connected();
                 let is_back = is_connected && !was_connected;
                 was_connected = is_connected;
                 if !is_back && checked_at.is_some_and(|at| at.elapsed() < CHECK_INTERVAL) {
@@ -93,9 +95,8 @@ async fn check_periodically(free_gpus: &FreeGpuIndex, bus: &Bus) {
             }
         }
         let began = Instant::now();
-        match free_gpus.check_all().await {
-            Ok(()) => checked_at = Some(began),
-            Err(error) => tracing::warn!(%error, "could not compare the index of free GPUs with the database"),
+        if retries.observe(free_gpus.check_all().await).is_some() {
+            checked_at = Some(began);
         }
         tokio::time::sleep(COALESCE_FOR.max(began.elapsed())).await;
     }
@@ -183,5 +184,44 @@ impl CapacityPublisher {
                 (found, false)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Error, Write};
+    use std::sync::Mutex;
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> Result<usize, Error> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> Result<(), Error> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn checks_that_fail_each_second_in_an_outage_log_one_line() {
+        let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy("postgres://nobody@127.0.0.1:1/none").unwrap();
+        pool.close().await;
+        let free_gpus = FreeGpuIndex::new(&prometheus::Registry::new(), Reads::new(pool)).unwrap();
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        let logging = tracing::subscriber::set_default(subscriber);
+        let outage = tokio::time::timeout(Duration::from_secs(30), check_periodically(&free_gpus, || true));
+        assert!(outage.await.is_err(), "it goes on");
+        drop(logging);
+        let lines = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let warnings: Vec<_> = lines.lines().filter(|line| line.contains(" WARN ")).collect();
+        assert_eq!(warnings.len(), 1, "{lines}");
+        assert!(warnings[0].contains("could not compare the index of free GPUs with the database"), "{lines}");
     }
 }
