@@ -84,9 +84,12 @@ pub(crate) struct Refund {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ReviewDecision {
-    /// A payment that is under review.
+    /// A payment that waits for a decision.
     #[arg(add = completion::of(&PAYMENT_KIND))]
     payment: Ref,
+    /// What was paid, as `gpuctl billing payment` shows it behind `review`. Where something else waits by now, nothing is decided.
+    #[arg(long, value_name = "REVIEW")]
+    review: String,
     /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
@@ -104,10 +107,11 @@ const PAYMENTS: [Column; 7] = [
     ("WHY", "/reason"),
 ];
 
-const PAYMENT: [Column; 11] = [
+const PAYMENT: [Column; 12] = [
     ("payment", "/id"),
     ("state", "/state"),
     ("why", "/reason"),
+    ("review", "/review"),
     ("amount", "/amount"),
     ("left of it", "/left"),
     ("account", "/account_id"),
@@ -195,7 +199,7 @@ pub(crate) async fn cancel(payment: &Ref, api: &Api) -> Result<(), Failure> {
 /// Ends the review of a payment; `way` is the last part of the route.
 pub(crate) async fn decide_review(wanted: &ReviewDecision, way: &str, api: &Api) -> Result<(), Failure> {
     let id = wanted.payment.id(&PAYMENT_KIND, api).await?;
-    let body = json!({ "reason": wanted.reason });
+    let body = json!({ "review": wanted.review, "reason": wanted.reason });
     api.out.show(&api.post(&format!("/api/v1/admin/billing/payments/{id}/{way}"), &body).await?, &PAYMENT)
 }
 

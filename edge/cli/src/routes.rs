@@ -93,8 +93,14 @@ pub(crate) const COMMANDS: &[(&str, &str)] = &[
         "GET /api/v1/admin/billing/accounts/{id}/statements/{month}/pdf",
         "billing statement MONTH --account ACCOUNT --as pdf --to -",
     ),
-    ("POST /api/v1/admin/billing/payments/{id}/settle-review", "billing settle-review PAYMENT --reason TEXT"),
-    ("POST /api/v1/admin/billing/payments/{id}/dismiss-review", "billing dismiss-review PAYMENT --reason TEXT"),
+    (
+        "POST /api/v1/admin/billing/payments/{id}/settle-review",
+        "billing settle-review PAYMENT --review REVIEW --reason TEXT",
+    ),
+    (
+        "POST /api/v1/admin/billing/payments/{id}/dismiss-review",
+        "billing dismiss-review PAYMENT --review REVIEW --reason TEXT",
+    ),
     ("GET /api/v1/admin/billing/processor-events", "processor-events list"),
     ("GET /api/v1/admin/billing/processor-events/{id}", "processor-events show EVENT"),
     ("POST /api/v1/admin/billing/processor-events/{id}/retry", "processor-events retry EVENT --reason TEXT"),

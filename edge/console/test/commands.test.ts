@@ -54,11 +54,11 @@ it("that of an approval that is withdrawn is gpuctl's, and asks for the status t
   expect(complaints(lines)).toEqual([]);
 });
 
-it("those that end the review of a payment are gpuctl's, and are offered under review alone", () => {
-  const lines = paymentReviewActions({ id: "p", state: "under_review" }).map((action) => action.command?.({ reason: "r" }) ?? "");
-  expect(lines).toEqual(["gpuctl billing settle-review p --reason r", "gpuctl billing dismiss-review p --reason r"]);
+it("those that end the review of a payment are gpuctl's, name what is reviewed, and are offered where something is", () => {
+  const lines = paymentReviewActions({ id: "p", review: "pi_1:4200:GBP" }).map((action) => action.command?.({ review: "pi_1:4200:GBP", reason: "r" }) ?? "");
+  expect(lines).toEqual(["gpuctl billing settle-review p --review pi_1:4200:GBP --reason r", "gpuctl billing dismiss-review p --review pi_1:4200:GBP --reason r"]);
   expect(complaints(lines)).toEqual([]);
-  for (const state of ["open", "deposited", "canceled", null]) expect(paymentReviewActions({ id: "p", state })).toEqual([]);
+  expect(paymentReviewActions({ id: "p", review: null })).toEqual([]);
 });
 
 it("those of every step of a rollout are gpuctl's", () => {

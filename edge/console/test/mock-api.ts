@@ -54,6 +54,7 @@ export class MockApi {
     }),
     "/api/v1/billing/ledger": () => list(...this.postings),
     "/api/v1/billing/payments": () => list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(401), state: "open", left_minor: 0 }),
+    "/api/v1/billing/payments/{id}": ([id]) => ({ ...fixtures.payment, id: id ?? "", state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid" }),
     "/api/v1/billing/statements": () => list(fixtures.statement),
     "/api/v1/allocations": (_, query) => list(...this.allocations.filter(({ state }) => (query.get("state") ?? state) === state)),
     "/api/v1/allocations/{id}": ([id]) => this.allocations.find((found) => found.id === id) ?? fixtures.allocation(0),
@@ -134,7 +135,7 @@ export class MockApi {
     }),
     "/api/v1/admin/billing/accounts/{id}/ledger": () => list(...[1, 2, 3].map(fixtures.posting)),
     "/api/v1/admin/billing/accounts/{id}/payments": () =>
-      list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(402), state: "under_review", left_minor: 0, reason: "42.00 GBP was paid at the payment processor, and 50.00 EUR was to be paid; an operator decides about it" }),
+      list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(402), state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid at the payment processor, and 50.00 EUR was to be paid; an operator decides about it" }),
     "/api/v1/admin/billing/accounts/{id}/statements": () => list(fixtures.statement),
     "/api/v1/admin/billing/processor-events": () =>
       list(fixtures.processorEvent, { ...fixtures.processorEvent, id: fixtures.uuid(1201), state: "processed", outcome: "told", last_error: null, event_type: "checkout.session.completed" }),

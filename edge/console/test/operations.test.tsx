@@ -105,6 +105,19 @@ describe("stuck entities", () => {
     // A parked entity takes no command before it is restarted.
     expect(await offered("rollout: it panicked")).toEqual(["Restart…", "Its page"]);
   });
+  it("that are payments are decided about by the name of what was paid, which is read first", async () => {
+    mock.role = "operator";
+    vi.spyOn(eventStream, "current").mockReturnValue("live");
+    areStuck([{ ...entity, id: uuid(402), kind: "payment", state: "under_review", waits_for: "an operator" }]);
+    openConsole("/stuck");
+    await userEvent.click(await screen.findByRole("button", { name: "Decide" }));
+    await userEvent.click(await screen.findByRole("button", { name: "Settle…" }));
+    expect(screen.getByText("42.00 GBP was paid")).toBeTruthy();
+    await userEvent.type(await screen.findByLabelText("Reason"), "credited{Enter}");
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    const sent = mock.sent.map(({ path, body }) => [path, body]);
+    expect(sent).toEqual([[`/api/v1/admin/billing/payments/${uuid(402)}/settle-review`, { review: "pi_1:4200:GBP", reason: "credited" }]]);
+  });
   it("beyond those that are shown are counted, and lead to the tree", async () => {
     mock.role = "operator";
     areStuck(Array.from({ length: 103 }, (_, index) => ({ ...entity, id: uuid(8000 + index) })));

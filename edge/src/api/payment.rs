@@ -6,23 +6,23 @@ mod view;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
+use domain::authz::Action;
 use domain::billing_account::{BillingAccount, Holder};
 use domain::payment::{Payment, Reply, Request};
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
-use utoipa::IntoParams;
+use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use checkout::*;
 
 use super::billing::{holder_of, id_of};
-use super::commands_with_reason::reason_commands;
 use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, UserRequest, replayed};
-use super::request_fields::ReasonBody;
+use super::request_fields::{Reason, ReviewName};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::app_state::AppState;
-use crate::app_state::read_model::{self, CurrentEntity, current};
-use crate::http::error::ApiError;
+use crate::app_state::read_model::{self, current};
+use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery};
 use crate::http::request_body::{self, Path};
 use view::{PaymentView, StateName};
@@ -54,18 +54,25 @@ pub(super) async fn list(
 }
 
 /// One payment, with what goes back of it.
+///
+/// It is yours, or your organisation's; administrators and holders of `billing_operations` read those of others.
 #[utoipa::path(
     get,
     path = "/",
     responses((status = 200, description = "The payment.", body = PaymentView)),
-    extensions(("x-without-console" = json!("the list has the same fields; the document of the payment reads it"))),
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
     State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<PaymentView>, ApiError> {
-    let found = visible(&app, &context, id).await?;
+    let found = current::<Payment>(&app, id).await?.ok_or_else(|| ApiError::not_found("payment"))?;
+    if !is_visible(&context, &found.it) {
+        // For other callers it does not exist.
+        let hidden =
+            |denied: ApiError| if denied.code() == Code::Forbidden { ApiError::not_found("payment") } else { denied };
+        context.permitted(Action::SeeBilling).await.map_err(hidden)?;
+    }
     Ok(Json(PaymentView::of(&found.it, id_of(&found.it.holder))))
 }
 
@@ -88,28 +95,55 @@ pub(super) async fn list_of(
     payments_of(&app, &holder, &listing.filter, &page).await
 }
 
-reason_commands! {
-    Authorized<SettleProcessorEvents>, decide_review => 200 "The payment." PaymentView;
-
-    /// Settles a payment that waits for an operator: you have credited its worth, or paid it back outside of the processor.
-    ///
-    /// It is `under_review`, or `refused` and its refund failed. Credit or pay it first. The money itself is never credited, and what goes back of
-    /// it at the payment processor later waits for an operator. It cannot be undone; repeated it changes nothing.
-    settle_review: SettleReview;
-
-    /// Dismisses a payment that waits for an operator: nothing of it is credited.
-    ///
-    /// It is `under_review`, or `refused` and its refund failed. The money goes back to its payer at the payment processor, or was not paid. It
-    /// cannot be undone; repeated it changes nothing.
-    dismiss_review: DismissReview;
+/// Settles a payment that waits for an operator: you have credited its worth, or paid it back outside of the processor.
+///
+/// It is `under_review`, or `refused` and its refund failed. Credit or pay it first. `review` is the payment's, as you saw it: where another one
+/// waits by now, nothing is decided (409). The money itself is never credited, and what goes back of it at the payment processor later waits for an
+/// operator. It cannot be undone; repeated it changes nothing.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = ReviewDecisionBody,
+    responses((status = 200, description = "The payment.", body = PaymentView)),
+)]
+pub(super) async fn settle_review(
+    request: Authorized<SettleProcessorEvents>,
+    Path(id): Path<Uuid>,
+    Idempotent(request_body::Json(body)): Idempotent<request_body::Json<ReviewDecisionBody>>,
+) -> Result<Response, ApiError> {
+    let (review, reason) = (Some(body.review.to_string()), body.reason.to_string());
+    decide_review(request.into(), id, Request::SettleReview { review, reason }).await
 }
 
-async fn decide_review(
-    _: &AppState,
-    context: RequestContext,
-    id: Uuid,
-    request: Request,
+/// Dismisses a payment that waits for an operator: nothing of it is credited.
+///
+/// It is `under_review`, or `refused` and its refund failed. `review` is the payment's, as you saw it: where another one waits by now, nothing is
+/// decided (409). The money goes back to its payer at the payment processor, or was not paid. It cannot be undone; repeated it changes nothing.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = ReviewDecisionBody,
+    responses((status = 200, description = "The payment.", body = PaymentView)),
+)]
+pub(super) async fn dismiss_review(
+    request: Authorized<SettleProcessorEvents>,
+    Path(id): Path<Uuid>,
+    Idempotent(request_body::Json(body)): Idempotent<request_body::Json<ReviewDecisionBody>>,
 ) -> Result<Response, ApiError> {
+    let (review, reason) = (Some(body.review.to_string()), body.reason.to_string());
+    decide_review(request.into(), id, Request::DismissReview { review, reason }).await
+}
+
+/// The decision of an operator about a payment.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = ReviewDecision)]
+pub(super) struct ReviewDecisionBody {
+    review: ReviewName,
+    reason: Reason,
+}
+
+async fn decide_review(context: RequestContext, id: Uuid, request: Request) -> Result<Response, ApiError> {
     let answered = context.prioritized().ask::<Payment>(id, request).await?;
     let replayed = replayed(&answered);
     let Reply::Payment { payment } = answered.reply else {
@@ -118,13 +152,9 @@ async fn decide_review(
     Ok((replayed, Json(PaymentView::of(&payment, id_of(&payment.holder)))).into_response())
 }
 
-/// The payment, where the caller may see it: the holder of its account, its payer, or an administrator.
-async fn visible(app: &AppState, context: &RequestContext, id: Uuid) -> Result<CurrentEntity<Payment>, ApiError> {
-    let found = current::<Payment>(app, id).await?;
-    let may_see = |found: &CurrentEntity<Payment>| {
-        context.is_admin() || found.it.payer == context.caller.user_id || found.it.holder == holder_of(context)
-    };
-    found.filter(may_see).ok_or_else(|| ApiError::not_found("payment"))
+/// True for the holder of its account and its payer.
+fn is_visible(context: &RequestContext, it: &Payment) -> bool {
+    it.payer == context.caller.user_id || it.holder == holder_of(context)
 }
 
 async fn payments_of(

@@ -228,6 +228,10 @@ texts! {
         |text| is_legible(text) && !holds_a_secret(text);
     /// An id of the payment processor's.
     ProcessorId: 255, "letters, digits and underscores", r"^[A-Za-z0-9_]+$", |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    /// What of a payment waits for an operator's decision, as its `review` says: the processor's id of what was paid, its amount in minor units, and
+    /// its currency.
+    ReviewName: 300, "the payment's `review`, such as pi_1:4200:GBP (GET /api/v1/billing/payments/{id} shows it)", r"^[!-~]+:[0-9]{1,19}:[A-Z]{3}$",
+        is_review_name;
     /// The id of one of the service's own keys, as GET /api/v1/admin/keys shows it.
     KeyId: 64, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
@@ -244,6 +248,15 @@ texts! {
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+}
+
+fn is_review_name(text: &str) -> bool {
+    let mut parts = text.rsplitn(3, ':');
+    let (currency, amount, id) = (parts.next(), parts.next(), parts.next());
+    currency.is_some_and(|code| code.len() == 3 && code.bytes().all(|byte| byte.is_ascii_uppercase()))
+        && amount
+            .is_some_and(|minor| (1..=19).contains(&minor.len()) && minor.bytes().all(|byte| byte.is_ascii_digit()))
+        && id.is_some_and(|id| !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_graphic()))
 }
 
 impl ClaimId {

@@ -43,7 +43,7 @@ pub use processor_calls::ProcessorCall;
 pub use refund::{NEVER_MADE, ProcessorRefund, Refund, RefundDebit, RefundStatus};
 pub use request::Request;
 pub use reversal::{Reversal, ReversalOrigin};
-pub use review::{EndedReview, ReviewDecision};
+pub use review::{EndedReview, ReviewDecision, ReviewId};
 
 /// The time to pay. After that the payment is canceled at the processor.
 pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
@@ -213,6 +213,8 @@ pub enum Rejection {
     NotUnderReview { state: PhaseName },
     #[error("the review has ended: {decision}")]
     ReviewEnded { decision: ReviewDecision },
+    #[error("what waits for an operator is {current}")]
+    OtherReview { current: ReviewId },
     #[error("the payment had {} reviews, which is the most", review::MAX_REVIEWS)]
     TooManyReviews,
 }
@@ -294,6 +296,11 @@ impl state_machine::Rejection for Rejection {
                  POST /api/v1/admin/billing/accounts/{{id}}/adjustments."
             ))
             .detail("decision", decision.into_str()),
+            Self::OtherReview { current } => Explanation::conflict(format!(
+                "The request is not about what waits for a decision now, which is {current}. Nothing was decided. Look at the payment again, GET \
+                 /api/v1/billing/payments/{{id}}, and name its `review`."
+            ))
+            .detail("review", current.to_string()),
             rejection @ (Self::Differs { .. }
             | Self::PaidTwice { .. }
             | Self::RefundUnknown

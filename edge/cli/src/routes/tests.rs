@@ -165,6 +165,7 @@ impl FakeApi {
 fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
     match word {
         "TEXT" => "a reason",
+        "REVIEW" => "pi_1:4200:GBP",
         "PRICE" => "2.50 EUR",
         "AMOUNT" => "20.00 EUR",
         "CODE" => "EUR",

@@ -1,5 +1,5 @@
 // What is decided about a payment that was paid in another amount or currency than was ordered.
-import { api, dataOf, keyed } from "../api/client.ts";
+import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { gpuctl } from "../format/text.ts";
 import { REASON, type ActionSpec } from "../ui/action.tsx";
 
@@ -25,18 +25,24 @@ const DECISIONS: readonly Decision[] = [
   },
 ];
 
-/** What its state allows. A refused payment is overdue where no refund brings it back; its list does not have that. */
-export function paymentReviewActions({ id, state, overdue = false }: { id: string; state: string | null | undefined; overdue?: boolean }): ActionSpec<unknown>[] {
-  if (state !== "under_review" && !(state === "refused" && overdue)) return [];
+/** What can be decided about its `review`, where one waits: about no other one that waits by the time that the decision arrives. */
+export function paymentReviewActions({ id, review }: Pick<Schemas["Payment"], "id" | "review">): ActionSpec<unknown>[] {
+  if (review == null) return [];
   return DECISIONS.map(({ way, label, title, consequences }) => ({
     id: `${way}:${id}`,
     label,
     title,
     danger: true,
     consequences,
-    fields: [REASON],
-    command: (values) => gpuctl("billing", way, id, ["--reason", values["reason"]]),
-    send: (values, key) => dataOf(api.POST(`/api/v1/admin/billing/payments/{id}/${way}`, { params: { path: { id }, ...keyed(key) }, body: { reason: values["reason"] ?? "" } })),
-    refreshes: ["payments", "account-payments"],
+    fields: [REASON, { name: "review", label: "What was paid", kind: "hidden", initial: review }],
+    command: (values) => gpuctl("billing", way, id, ["--review", values["review"]], ["--reason", values["reason"]]),
+    send: (values, key) =>
+      dataOf(
+        api.POST(`/api/v1/admin/billing/payments/{id}/${way}`, {
+          params: { path: { id }, ...keyed(key) },
+          body: { review: values["review"] ?? "", reason: values["reason"] ?? "" },
+        }),
+      ),
+    refreshes: ["payments", "account-payments", "payment"],
   }));
 }

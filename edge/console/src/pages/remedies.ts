@@ -3,7 +3,6 @@ import type { Schemas } from "../api/client.ts";
 import type { Permission } from "../session/me.ts";
 import type { ActionSpec } from "../ui/action.tsx";
 import { forceRelease, retryRelease } from "./allocation-rescue.tsx";
-import { paymentReviewActions } from "./payment-review-actions.ts";
 import { processorEventActions } from "./processor-event-actions.ts";
 import { rolloutActions } from "./rollout-actions.ts";
 import { killTerminal } from "./terminals.tsx";
@@ -15,10 +14,12 @@ export interface Remedies {
   /** What they do, as the end of a sentence that begins with "To". */
   to: string;
   specs: readonly ActionSpec<unknown>[];
+  /** Where the payment is read before it can be decided about: its row of the tree does not have what was paid. */
+  isPayment?: boolean;
 }
 
 /** What is read again after a remedy: whether the entity is still stuck. */
-const TREE = ["tree", "entity", "fleet-overview"];
+export const TREE = ["tree", "entity", "fleet-overview"];
 
 /**
  * The actions that end its wait; null where a restart, or its own page, has them. A node has none here: its tasks and findings have ids of their
@@ -28,7 +29,7 @@ export function remediesOf(entity: Entity): Remedies | null {
   // A parked entity takes no command before it is restarted.
   if (entity.status === "parked") return null;
   const found = ofKind(entity);
-  if (found === null || found.specs.length === 0) return null;
+  if (found === null || (found.specs.length === 0 && !found.isPayment)) return null;
   return { ...found, specs: found.specs.map((spec) => ({ ...spec, refreshes: [...spec.refreshes, ...TREE] })) };
 }
 
@@ -37,7 +38,7 @@ function ofKind({ kind, id, state, overdue }: Entity): Remedies | null {
     case "allocation":
       return state === "release_failed" ? { needs: "rescue_allocations", to: "retry or force the release", specs: [retryRelease({ id }), forceRelease({ id })] } : null;
     case "payment":
-      return { needs: "settle_processor_events", to: "settle or dismiss the payment", specs: paymentReviewActions({ id, state, overdue }) };
+      return state === "under_review" || (state === "refused" && overdue) ? { needs: "settle_processor_events", to: "settle or dismiss the payment", specs: [], isPayment: true } : null;
     case "processor_event":
       return { needs: "settle_processor_events", to: "retry or dismiss the event", specs: processorEventActions({ id, state, overdue }) };
     case "rollout":

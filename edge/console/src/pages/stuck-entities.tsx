@@ -1,9 +1,10 @@
 // What does not go on, grouped by what it waits for.
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
-import type { Schemas } from "../api/client.ts";
+import { useState } from "react";
+import { api, dataOf, type Schemas } from "../api/client.ts";
 import { count, shortId, readable } from "../format/text.ts";
-import { useMay } from "../session/me.ts";
+import { useMay, type Permission } from "../session/me.ts";
 import { Action, Guard, RoleNeeded } from "../ui/action.tsx";
 import { Card, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
@@ -13,7 +14,8 @@ import { Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { Table } from "../ui/table.tsx";
 import { useAddress, type Address } from "../ui/use-address.ts";
-import { pageOf, remediesOf } from "./remedies.ts";
+import { paymentReviewActions } from "./payment-review-actions.ts";
+import { pageOf, remediesOf, TREE } from "./remedies.ts";
 import { RestartEntity } from "./restart-entity.tsx";
 import { silentMembers, treeQuery } from "./supervision-tree.tsx";
 
@@ -169,6 +171,7 @@ function Remedies({ of: row }: { of: Entity }) {
       {remedies?.specs.map((spec) => (
         <Action key={spec.id} quiet needs={remedies.needs} spec={spec} />
       ))}
+      {remedies?.isPayment && may(remedies.needs) && <PaymentReview id={row.id} needs={remedies.needs} />}
       <RestartEntity quiet kind={row.kind} id={row.id} />
       {page && (!page.needs || may(page.needs)) && (
         <Link to={page.to} params={{ id: row.id } as never}>
@@ -176,5 +179,34 @@ function Remedies({ of: row }: { of: Entity }) {
         </Link>
       )}
     </span>
+  );
+}
+
+/** The payment is read where its decision is wanted: each read counts against the caller's quota of requests about money. */
+function PaymentReview({ id, needs }: { id: string; needs: Permission }) {
+  const [isWanted, setWanted] = useState(false);
+  const payment = useQuery({
+    queryKey: ["payment", id],
+    queryFn: () => dataOf(api.GET("/api/v1/billing/payments/{id}", { params: { path: { id } } })),
+    enabled: isWanted,
+  });
+  if (!isWanted) {
+    return (
+      <button type="button" className="quiet" onClick={() => setWanted(true)}>
+        Decide
+      </button>
+    );
+  }
+  return (
+    <Loaded query={payment}>
+      {(found) => (
+        <>
+          <Plain>{found.reason}</Plain>
+          {paymentReviewActions(found).map((spec) => (
+            <Action key={spec.id} quiet needs={needs} spec={{ ...spec, refreshes: [...spec.refreshes, ...TREE] }} />
+          ))}
+        </>
+      )}
+    </Loaded>
   );
 }

@@ -31,6 +31,8 @@ const TEXT_EXAMPLES: &[(&str, &str)] = &[
     ("PolicyKey", "allocation.max_concurrent_per_user"),
     ("FindingPattern", "xid/79"),
     ("Reason", "a fan is to be replaced"),
+    ("review", "pi_3PqXyz:4200:GBP"),
+    ("ReviewName", "pi_3PqXyz:4200:GBP"),
     ("Statement", "Two tenants; both are informed and can move to h200-8."),
     ("Label", "laptop"),
     ("ResourceName", "training-7"),

@@ -30,6 +30,9 @@ pub(in crate::api) struct PaymentView {
     deposited_at: Option<DateTime<Utc>>,
     /// Why the last attempt to pay was declined, why the account cannot have it, what is under review, or why it came to nothing.
     reason: Option<String>,
+    /// What waits for an operator's decision: the processor's id of what was paid, its amount in minor units and its currency, separated by colons
+    /// (`pi_1:4200:GBP`); null where nothing does. The decision names it.
+    review: Option<String>,
     /// What its payer saw and paid, where the processor has converted the amount into another currency; null where it has not.
     presented: Option<PresentedAmountView>,
     /// The part that was not refunded and is not being refunded, in minor units.
@@ -154,6 +157,7 @@ impl PaymentView {
             paid_at: it.paid_at(),
             deposited_at,
             reason: ended.or(it.declined.as_ref()).cloned(),
+            review: it.review().map(|review| review.to_string()),
             presented: it.presented.as_ref().map(|presented| PresentedAmountView {
                 amount_minor: presented.amount_minor,
                 currency: presented.currency.as_str().to_owned(),

@@ -415,6 +415,11 @@ async fn payments_are_visible_to_the_account_holder_and_operators() {
     api.bind("biller", "billing_operations").await.is(201);
     let all = api.get(&of_account).user("biller").send().await;
     assert_eq!(all.is(200)["items"].as_array().unwrap().len(), 2);
+    let of_biller = api.token_of("biller", "umbrella");
+    assert_eq!(api.get(&format!("{PAYMENTS}/{first}")).by(&of_biller).send().await.is(200)["id"], json!(first));
+    api.bind("auditor", "auditor").await.is(201);
+    let of_auditor = api.token_of("auditor", "umbrella");
+    api.get(&format!("{PAYMENTS}/{first}")).by(&of_auditor).send().await.refused(404, "not_found");
     let nobody = format!("/api/v1/admin/billing/accounts/{}/payments", Uuid::from_u128(7));
     api.get(&nobody).admin().send().await.refused(404, "not_found");
 }
@@ -425,35 +430,78 @@ async fn operator_ends_the_review_of_a_payment_that_no_event_reported() {
     let api = ApiHarness::with_processor(&processor).await;
     api.bind("biller", "billing_operations").await.is(201);
     let biller = || api.token("biller", &["user"]);
-    let why = json!({ "reason": "its worth was credited" });
     let path = |id: PaymentId, way: &str| format!("/api/v1/admin/billing/payments/{id}/{way}");
-    let order = |id, way, key: &str| api.post(&path(id, way)).by(&biller()).key(key).json(&why);
+    let decision = |review: &str| json!({ "review": review, "reason": "its worth was credited" });
+    let order =
+        |id, way, key: &str, review: &str| api.post(&path(id, way)).by(&biller()).key(key).json(&decision(review));
     let [first, second] = ["a", "b"].map(|key| (key.to_owned(), checkout_body(5_000)));
     let first = id_of(&checkout(&api, &first.0, &first.1).await);
     let second = id_of(&checkout(&api, &second.0, &second.1).await);
+    let mut reviews = Vec::new();
     for id in [first, second] {
-        order(id, "settle-review", &format!("early {id}")).send().await.refused(409, "state_conflict");
+        order(id, "settle-review", &format!("early {id}"), "pi_1:4200:GBP").send().await.refused(409, "state_conflict");
         let (processor_id, _) = processor.opened_for(id).unwrap();
         let currency = Currency::parse("GBP").unwrap();
+        let name = format!("{processor_id}:4200:GBP");
         api.ask_as_system::<Payment>(id.0, Fact::PaidOtherwise { processor_id, amount_minor: 4_200, currency }).await;
+        // The operator sees what the decision has to name.
+        let shown = api.get(&format!("{PAYMENTS}/{id}")).by(&biller()).send().await;
+        assert_eq!(shown.is(200)["review"], json!(name));
+        reviews.push(name);
     }
+    let (of_first, of_second) = (&reviews[0], &reviews[1]);
     for way in ["settle-review", "dismiss-review"] {
-        api.post(&path(first, way)).admin().json(&why).send().await.refused(403, "forbidden");
-        api.post(&path(first, way)).user("ann").json(&why).send().await.refused(403, "forbidden");
-        api.post(&path(first, way)).by(&biller()).json(&json!({})).send().await.refused(400, "invalid_request");
+        api.post(&path(first, way)).admin().json(&decision(of_first)).send().await.refused(403, "forbidden");
+        api.post(&path(first, way)).user("ann").json(&decision(of_first)).send().await.refused(403, "forbidden");
+        // A client of an earlier release names no review.
+        for (without, field) in [(json!({ "review": of_first }), "reason"), (json!({ "reason": "r" }), "review")] {
+            let refused = api
+                .post(&path(first, way))
+                .by(&biller())
+                .key(&format!("{way} without {field}"))
+                .json(&without)
+                .send()
+                .await;
+            refused.refused(400, "invalid_request");
+            let message = refused.body["message"].as_str().unwrap();
+            assert!(message.contains(&format!("`{field}`")), "{message}");
+        }
+        for (n, bad) in ["", "pi_1", "pi_1:4200", ":4200:GBP", "pi_1:-1:GBP", "pi_1:4200:gbp", "pi 1:4200:GBP"]
+            .into_iter()
+            .enumerate()
+        {
+            let refused = api
+                .post(&path(first, way))
+                .by(&biller())
+                .key(&format!("{way} bad {n}"))
+                .json(&decision(bad))
+                .send()
+                .await;
+            assert_eq!(refused.refused(400, "invalid_request")["field"], "review", "{bad}");
+        }
         let nobody = PaymentId(Uuid::from_u128(7));
-        order(nobody, way, &format!("nobody {way}")).send().await.refused(404, "not_found");
+        order(nobody, way, &format!("nobody {way}"), of_first).send().await.refused(404, "not_found");
+        let other = order(first, way, &format!("other {way}"), of_second).send().await;
+        assert_eq!(other.refused(409, "state_conflict")["review"], json!(of_first));
     }
-    let settled = order(first, "settle-review", "k1").send().await;
+    let settled = order(first, "settle-review", "k1", of_first).send().await;
     assert_eq!((settled.is(200)["state"].as_str(), &settled.body["left_minor"]), (Some("canceled"), &json!(0)));
     assert!(settled.body["reason"].as_str().unwrap().contains("settled"), "{}", settled.body);
-    assert!(order(first, "settle-review", "k1").send().await.is_replayed());
-    order(first, "settle-review", "k2").send().await.is(200);
-    let refused = order(first, "dismiss-review", "k3").send().await;
-    assert_eq!(refused.refused(409, "state_conflict")["decision"], "settled");
-    assert_eq!(order(second, "dismiss-review", "k4").send().await.is(200)["state"], "canceled");
+    assert_eq!(settled.body["review"], Value::Null);
+    assert!(order(first, "settle-review", "k1", of_first).send().await.is_replayed());
+    // The answer was lost, and other money came under review before it is repeated without its key.
+    let (processor_id, currency) = ("pi_other".to_owned(), Currency::parse("GBP").unwrap());
+    api.ask_as_system::<Payment>(first.0, Fact::PaidOtherwise { processor_id, amount_minor: 700, currency }).await;
+    let repeated = order(first, "settle-review", "k2", of_first).send().await;
     assert_eq!(
-        order(second, "settle-review", "k5").send().await.refused(409, "state_conflict")["decision"],
+        (&repeated.is(200)["state"], &repeated.body["review"]),
+        (&json!("under_review"), &json!("pi_other:700:GBP"))
+    );
+    let refused = order(first, "dismiss-review", "k3", of_first).send().await;
+    assert_eq!(refused.refused(409, "state_conflict")["decision"], "settled");
+    assert_eq!(order(second, "dismiss-review", "k4", of_second).send().await.is(200)["state"], "canceled");
+    assert_eq!(
+        order(second, "settle-review", "k5", of_second).send().await.refused(409, "state_conflict")["decision"],
         "dismissed"
     );
     let log = api.get("/api/v1/admin/audit-log?target_kind=payment").admin().send().await;
@@ -462,7 +510,7 @@ async fn operator_ends_the_review_of_a_payment_that_no_event_reported() {
     let decisions: Vec<_> = rows.iter().filter(is_of_a_review).collect();
     let actions: Vec<_> = decisions.iter().map(|row| row["action"].as_str().unwrap()).collect();
     assert_eq!(actions, ["payments.dismiss_review", "payments.settle_review"]);
-    assert_eq!(decisions[0]["metadata"]["reason"], why["reason"]);
+    assert_eq!(decisions[0]["metadata"]["reason"], "its worth was credited");
 }
 
 #[tokio::test]

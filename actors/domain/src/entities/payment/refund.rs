@@ -285,7 +285,7 @@ impl Payment {
     /// True of a refused payment that no refund under way pays back, and that no operator has ended.
     pub(super) fn is_not_paid_back(&self) -> bool {
         let pending = |refund: &Refund| matches!(refund.status(), None | Some(RefundStatus::Pending));
-        if self.refunds.values().any(pending) {
+        if !matches!(self.phase, Phase::Refused { .. }) || self.refunds.values().any(pending) {
             return false;
         }
         let paid_back = self.refunds.values().filter(|refund| refund.status() == Some(RefundStatus::Succeeded));

@@ -27,10 +27,19 @@ pub enum Request {
     Cancel { closed: Option<String> },
     /// The payer requests a refund of an amount, or of all that is left.
     Refund { refund_id: RefundId, amount_minor: Option<i64>, reason: String },
-    /// An operator ends its review: the worth of the money was credited to an account.
-    SettleReview { reason: String },
-    /// An operator ends its review: nothing of the money is credited.
-    DismissReview { reason: String },
+    /// An operator ends the review that they saw, by its name: the worth of the money was credited to an account. A member of an earlier release
+    /// names none.
+    SettleReview {
+        #[serde(default)]
+        review: Option<String>,
+        reason: String,
+    },
+    /// The same: nothing of the money is credited.
+    DismissReview {
+        #[serde(default)]
+        review: Option<String>,
+        reason: String,
+    },
 }
 
 impl state_machine::Request for Request {
@@ -53,8 +62,12 @@ impl Payment {
             Request::Create { .. } => Err(Rejection::Exists),
             Request::Cancel { closed } => self.cancel(closed.as_deref(), ctx),
             Request::Refund { refund_id, amount_minor, reason } => self.refund(refund_id, amount_minor, reason, ctx),
-            Request::SettleReview { reason } => self.decide_review(ReviewDecision::Settled, &reason, ctx),
-            Request::DismissReview { reason } => self.decide_review(ReviewDecision::Dismissed, &reason, ctx),
+            Request::SettleReview { review, reason } => {
+                self.decide_review(ReviewDecision::Settled, review.as_deref(), &reason, ctx)
+            }
+            Request::DismissReview { review, reason } => {
+                self.decide_review(ReviewDecision::Dismissed, review.as_deref(), &reason, ctx)
+            }
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::money::{Currency, MicroAmount};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::fmt;
 
 /// The bound of reviews of one payment.
 pub(super) const MAX_REVIEWS: usize = 100;
@@ -23,6 +24,13 @@ pub struct EndedReview {
     pub currency: Currency,
     pub decision: ReviewDecision,
     pub at: Timestamp,
+}
+
+impl EndedReview {
+    fn review(&self) -> ReviewId {
+        let Self { processor_id, amount_minor, currency, .. } = self;
+        ReviewId { processor_id: processor_id.clone(), amount_minor: *amount_minor, currency: currency.clone() }
+    }
 }
 
 /// How a review has ended.
@@ -57,27 +65,42 @@ impl ReviewDecision {
     }
 }
 
-/// Money that was paid at the processor in another amount or currency than was ordered.
-struct ReviewedMoney<'a> {
-    processor_id: &'a str,
-    amount_minor: i64,
-    currency: &'a Currency,
+/// What one review is about, which is its identity: no payment is reviewed twice in the same terms. Its name is `pi_1:4200:GBP`, with the amount
+/// in minor units.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReviewId {
+    /// The processor's id of what was paid.
+    pub processor_id: String,
+    pub amount_minor: i64,
+    pub currency: Currency,
 }
 
-impl ReviewedMoney<'_> {
-    fn ended(&self, decision: ReviewDecision, at: Timestamp) -> EndedReview {
-        let (processor_id, amount_minor, currency) =
-            (self.processor_id.to_owned(), self.amount_minor, self.currency.clone());
+impl ReviewId {
+    fn ended(self, decision: ReviewDecision, at: Timestamp) -> EndedReview {
+        let Self { processor_id, amount_minor, currency } = self;
         EndedReview { processor_id, amount_minor, currency, decision, at }
+    }
+
+    /// Whether an operator's request names it.
+    fn is_named(&self, name: &str) -> bool {
+        self.to_string() == name
+    }
+}
+
+impl fmt::Display for ReviewId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}:{}", self.processor_id, self.amount_minor, self.currency.as_str())
     }
 }
 
 impl Payment {
-    fn under_review(&self) -> Option<ReviewedMoney<'_>> {
+    fn under_review(&self) -> Option<ReviewId> {
         match &self.phase {
-            Phase::UnderReview { processor_id, amount_minor, currency, .. } => {
-                Some(ReviewedMoney { processor_id, amount_minor: *amount_minor, currency })
-            }
+            Phase::UnderReview { processor_id, amount_minor, currency, .. } => Some(ReviewId {
+                processor_id: processor_id.clone(),
+                amount_minor: *amount_minor,
+                currency: currency.clone(),
+            }),
             Phase::Created { .. }
             | Phase::Open { .. }
             | Phase::Paid { .. }
@@ -88,6 +111,16 @@ impl Payment {
         }
     }
 
+    /// What waits for an operator's decision: money that was paid otherwise than was ordered, or that no account can have and no refund brings
+    /// back to its payer.
+    #[must_use]
+    pub fn review(&self) -> Option<ReviewId> {
+        self.under_review().or_else(|| {
+            let processor_id = self.processor_id.clone().filter(|_| self.is_not_paid_back())?;
+            Some(ReviewId { processor_id, amount_minor: self.amount_minor, currency: self.currency.clone() })
+        })
+    }
+
     /// For the payer: what was paid, what was to be paid, and who acts.
     #[must_use]
     pub fn review_reason(&self) -> Option<String> {
@@ -96,8 +129,8 @@ impl Payment {
             Some(amount) => amount.in_currency(currency),
             None => format!("{minor} minor units of {}", currency.as_str()),
         };
-        let paid = shown(it.amount_minor, it.currency);
-        if let Some(ended) = self.ended_review(it.processor_id) {
+        let paid = shown(it.amount_minor, &it.currency);
+        if let Some(ended) = self.ended_review(&it.processor_id) {
             return Some(format!(
                 "{paid} was reported by the payment processor after {}; an operator decides about it",
                 ended.decision.described()
@@ -147,7 +180,7 @@ impl Payment {
     pub(super) fn check_no_other_review(&self, processor_id: &str) -> Result<(), Rejection> {
         match self.under_review() {
             Some(it) if it.processor_id != processor_id => {
-                Err(Rejection::PaidTwice { as_of: it.processor_id.to_owned(), again: processor_id.to_owned() })
+                Err(Rejection::PaidTwice { as_of: it.processor_id, again: processor_id.to_owned() })
             }
             Some(_) | None => Ok(()),
         }
@@ -156,57 +189,48 @@ impl Payment {
     /// An operator has dismissed the processor's event about this money.
     pub(super) fn event_dismissed(&self, processor_id: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match self.under_review() {
-            Some(it) if it.processor_id == processor_id => self.end_review(&it, ReviewDecision::Dismissed, ctx),
+            Some(it) if it.processor_id == processor_id => self.end_review(it, ReviewDecision::Dismissed, ctx),
             Some(_) | None => Transition::stay(Reply::Done),
         }
     }
 
-    /// An operator's decision. Repeated it changes nothing; another one than was made is refused.
+    /// An operator's decision about the review that they saw. Repeated it changes nothing, whatever came under review since; another one than was
+    /// made is refused, and so is one about another review than the present one.
+    ///
+    /// A member of an earlier release names no review: its request decides about none.
     pub(super) fn decide_review(
         &self,
         decision: ReviewDecision,
+        name: Option<&str>,
         reason: &str,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if let Some(it) = self.not_paid_back() {
+        let current = self.review();
+        if let Some(it) = current.clone().filter(|it| name.is_some_and(|name| it.is_named(name))) {
             let audit = self.decision_audit(&it, decision, reason);
+            if self.under_review().is_some() {
+                return Ok(self.end_review(it, decision, ctx).audit(audit));
+            }
             let mut next = self.clone();
             next.reviews.push(it.ended(decision, ctx.now));
             let why = "an operator decided about what no account can have";
             return Ok(self.transition(next, why, ctx).audit(audit));
         }
-        let Some(it) = self.under_review() else {
-            return match self.reviews.last().map(|ended| ended.decision) {
-                Some(made) if made.credits_nothing() == decision.credits_nothing() => {
-                    Ok(Transition::stay(self.shown()))
-                }
-                Some(made) => Err(Rejection::ReviewEnded { decision: made }),
-                None => Err(Rejection::NotUnderReview { state: PhaseName::from(&self.phase) }),
-            };
+        let made = match name {
+            Some(name) => self.reviews.iter().rev().find(|ended| ended.review().is_named(name)),
+            None => self.reviews.last().filter(|_| current.is_none()),
         };
-        let audit = self.decision_audit(&it, decision, reason);
-        Ok(self.end_review(&it, decision, ctx).audit(audit))
-    }
-
-    /// Money that no account can have, and that no refund brings back to its payer: an operator has to act.
-    fn not_paid_back(&self) -> Option<ReviewedMoney<'_>> {
-        let processor_id = self.processor_id.as_deref()?;
-        match self.phase {
-            Phase::Refused { .. } if self.is_not_paid_back() => {
-                Some(ReviewedMoney { processor_id, amount_minor: self.amount_minor, currency: &self.currency })
+        match (made.map(|ended| ended.decision), current) {
+            (Some(made), _) if made.credits_nothing() == decision.credits_nothing() => {
+                Ok(Transition::stay(self.shown()))
             }
-            Phase::Created { .. }
-            | Phase::Open { .. }
-            | Phase::Paid { .. }
-            | Phase::Deposited { .. }
-            | Phase::Refused { .. }
-            | Phase::UnderReview { .. }
-            | Phase::Canceled { .. }
-            | Phase::Expired { .. } => None,
+            (Some(made), _) => Err(Rejection::ReviewEnded { decision: made }),
+            (None, Some(current)) => Err(Rejection::OtherReview { current }),
+            (None, None) => Err(Rejection::NotUnderReview { state: PhaseName::from(&self.phase) }),
         }
     }
 
-    fn decision_audit(&self, it: &ReviewedMoney<'_>, decision: ReviewDecision, reason: &str) -> AuditRecord {
+    fn decision_audit(&self, it: &ReviewId, decision: ReviewDecision, reason: &str) -> AuditRecord {
         let action = match decision {
             ReviewDecision::Settled => AuditAction::PaymentsSettleReview,
             ReviewDecision::Dismissed | ReviewDecision::Refunded => AuditAction::PaymentsDismissReview,
@@ -232,12 +256,12 @@ impl Payment {
         ctx: &TransitionContext<'_>,
     ) -> Result<Option<Transition<Self>>, Rejection> {
         let ReportedReversal { what, amount_minor, currency, of, .. } = reported;
-        if let Some(it) = self.under_review().filter(|it| of.as_ref().is_none_or(|of| of == it.processor_id)) {
-            let is_whole = it.currency == currency && *amount_minor >= it.amount_minor;
+        if let Some(it) = self.under_review().filter(|it| of.as_ref().is_none_or(|of| *of == it.processor_id)) {
+            let is_whole = it.currency == *currency && *amount_minor >= it.amount_minor;
             if *what == ReversalStep::Refund && is_whole {
-                return Ok(Some(self.end_review(&it, ReviewDecision::Refunded, ctx)));
+                return Ok(Some(self.end_review(it, ReviewDecision::Refunded, ctx)));
             }
-            return Err(differs(it.amount_minor, it.currency, *amount_minor, currency));
+            return Err(differs(it.amount_minor, &it.currency, *amount_minor, currency));
         }
         let is_own = |of: &String| self.paid_as().is_some_and(|own| own == of) || self.charge_id.as_ref() == Some(of);
         // No account has the money of a refused payment: an operator may have decided about it.
@@ -268,12 +292,7 @@ impl Payment {
         self.paid_at().and(self.processor_id.as_ref())
     }
 
-    fn end_review(
-        &self,
-        it: &ReviewedMoney<'_>,
-        decision: ReviewDecision,
-        ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    fn end_review(&self, it: ReviewId, decision: ReviewDecision, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let (why, at) = (decision.described(), ctx.now);
         let mut next = Self { phase: Phase::Canceled { at, why: why.to_owned() }, ..self.clone() };
         next.reviews.push(it.ended(decision, at));

@@ -524,12 +524,28 @@ fn under_review() -> PaymentHarness {
     world
 }
 
+/// The name of a review; none where it is empty, as a member of an earlier release sends it.
+fn name_of(review: &str) -> Option<String> {
+    (!review.is_empty()).then(|| review.to_owned())
+}
+
+fn settle_of(review: &str) -> Request {
+    Request::SettleReview { review: name_of(review), reason: "credited by hand".into() }
+}
+
+fn dismiss_of(review: &str) -> Request {
+    Request::DismissReview { review: name_of(review), reason: "it went back".into() }
+}
+
+/// The review of [`pounds`].
+const OF_POUNDS: &str = "pi_100:4200:GBP";
+
 fn settle() -> Request {
-    Request::SettleReview { reason: "credited by hand".into() }
+    settle_of(OF_POUNDS)
 }
 
 fn dismiss() -> Request {
-    Request::DismissReview { reason: "it went back".into() }
+    dismiss_of(OF_POUNDS)
 }
 
 /// A payment whose review an operator has ended.
@@ -599,14 +615,17 @@ fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
         let of = of.clone();
         Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 5_000, currency: eur(), of }
     };
+    let review = world.it().review().map_or_else(|| OF_POUNDS.to_owned(), |review| review.to_string());
     vec![
         ("opened", Fact::Opened { processor_id: "pi_100".into() }.into()),
         ("lapse", Fact::Lapse { why: "w".into() }.into()),
         ("paid", world.paid(0).into()),
         ("paid otherwise", pounds("pi_100").into()),
         ("event dismissed", Fact::ReviewSettled { processor_id: "pi_100".into() }.into()),
-        ("settle review", Request::SettleReview { reason: "r".into() }.into()),
-        ("dismiss review", Request::DismissReview { reason: "r".into() }.into()),
+        ("settle review", settle_of(&review).into()),
+        ("dismiss review", dismiss_of(&review).into()),
+        ("settle another review", settle_of("pi_9:700:GBP").into()),
+        ("settle review, by an earlier release", settle_of("").into()),
         ("declined", not_paid(PaymentFailure::Declined).into()),
         ("canceled", not_paid(PaymentFailure::Canceled).into()),
         ("expired", not_paid(PaymentFailure::Expired).into()),

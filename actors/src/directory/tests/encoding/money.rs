@@ -77,6 +77,7 @@ fn of_a_payment() {
     use domain::money::Currency;
     use domain::payment::{
         Command, Fact, Payment, PaymentFailure, RefundStatus, Rejection, Reply, Request, ReversalStep, ReviewDecision,
+        ReviewId,
     };
     let (currency, refund_id) = (Currency::parse("EUR").unwrap(), domain::RefundId(ALLOCATION));
     let create = Request::Create {
@@ -94,6 +95,7 @@ fn of_a_payment() {
         let (currency, of) = (currency.clone(), Some("pi_1".into()));
         Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 7, currency, of }
     };
+    let review = ReviewId { processor_id: text(), amount_minor: 7, currency: currency.clone() };
     let mut commands: Vec<Command> = vec![
         create.into(),
         Fact::Opened { processor_id: "pi_1".into() }.into(),
@@ -111,8 +113,8 @@ fn of_a_payment() {
         Fact::Deposited.into(),
         Request::Cancel { closed: Some(text()) }.into(),
         Request::Refund { refund_id, amount_minor: None, reason: text() }.into(),
-        Request::SettleReview { reason: text() }.into(),
-        Request::DismissReview { reason: text() }.into(),
+        Request::SettleReview { review: Some(text()), reason: text() }.into(),
+        Request::DismissReview { review: None, reason: text() }.into(),
         Fact::DepositRefused { why: text() }.into(),
         Fact::RefundTaken { refund_id, amount_minor: 7 }.into(),
         Fact::RefundRefused { refund_id, why: text() }.into(),
@@ -151,6 +153,7 @@ fn of_a_payment() {
         Rejection::Reviewed { processor_id: text(), decision: ReviewDecision::Settled },
         Rejection::NotUnderReview { state: domain::payment::PhaseName::Open },
         Rejection::ReviewEnded { decision: ReviewDecision::Refunded },
+        Rejection::OtherReview { current: review },
         Rejection::TooManyReviews,
     ];
     survives::<Payment>(commands, [reply, Reply::Done], rejections);

@@ -38,13 +38,21 @@ fn failed_refund_of_a_refused_deposit_awaits_an_operator_and_credits_no_account(
     assert_eq!((world.balance(), world.ledger.len()), (100, 1));
 }
 
+/// The review of the money of a refused deposit.
+fn own_money(world: &PaymentHarness) -> String {
+    format!("{}:{}:EUR", world.it().processor_id.as_ref().unwrap(), world.it().amount_minor)
+}
+
 #[test]
 fn operator_ends_the_wait_of_a_refused_deposit_that_cannot_be_refunded() {
-    for (decision, other) in [(settle(), dismiss()), (dismiss(), settle())] {
+    for decide in [[settle_of, dismiss_of], [dismiss_of, settle_of]] {
         let mut world = refused();
+        let [decision, other] = decide.map(|decide| decide(&own_money(&world)));
         let early = world.send(0, decision.clone());
         assert_eq!(early, Err(Rejection::NotUnderReview { state: PhaseName::Refused }), "the processor pays it back");
         world.paid_back(RefundStatus::Failed);
+        let of_other_money = world.send(0, settle());
+        assert!(matches!(of_other_money, Err(Rejection::OtherReview { .. })), "{of_other_money:?}");
         world.send(0, decision.clone()).unwrap();
         assert_eq!((world.it().state(), world.it().deadline(), world.it().is_settled()), ("refused", None, true));
         let ended = world.it().clone();
@@ -60,10 +68,10 @@ fn operator_ends_the_wait_of_a_refused_deposit_that_cannot_be_refunded() {
 
 #[test]
 fn settled_refused_deposit_that_goes_back_after_all_waits_for_an_operator() {
-    let gone_back = |decision| {
+    let gone_back = |decide: fn(&str) -> Request| {
         let mut world = refused();
         world.paid_back(RefundStatus::Failed);
-        world.send(0, decision).unwrap();
+        world.send(0, decide(&own_money(&world))).unwrap();
         let reversed = Fact::Reversed {
             reversal_id: "re_by_hand".into(),
             what: ReversalStep::Refund,
@@ -73,9 +81,9 @@ fn settled_refused_deposit_that_goes_back_after_all_waits_for_an_operator() {
         };
         world.send(0, reversed)
     };
-    let settled = gone_back(settle());
+    let settled = gone_back(settle_of);
     assert!(matches!(settled, Err(Rejection::Reviewed { decision: ReviewDecision::Settled, .. })), "{settled:?}");
-    assert_eq!(gone_back(dismiss()), Ok(()));
+    assert_eq!(gone_back(dismiss_of), Ok(()));
 }
 
 #[test]

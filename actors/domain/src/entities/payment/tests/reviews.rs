@@ -56,6 +56,30 @@ fn operator_ends_a_review_that_no_event_reported_once_and_another_decision_is_re
 }
 
 #[test]
+fn decision_that_is_repeated_after_other_money_came_under_review_is_not_about_that_money() {
+    for (decide, other) in
+        [(settle_of as fn(&str) -> Request, dismiss_of as fn(&str) -> Request), (dismiss_of, settle_of)]
+    {
+        let mut world = decided(decide(OF_POUNDS));
+        world.send(0, in_gbp("pi_2", 700)).unwrap();
+        let before = world.it().clone();
+        let current = before.review().unwrap();
+        assert_eq!(current.to_string(), "pi_2:700:GBP");
+        // The answer to the first was lost.
+        world.send(0, decide(OF_POUNDS)).unwrap();
+        let decision = before.reviews[0].decision;
+        assert_eq!(world.send(0, other(OF_POUNDS)), Err(Rejection::ReviewEnded { decision }));
+        for never_seen in ["pi_9:700:GBP", "pi_2:701:GBP", "pi_2:700:USD", ""] {
+            let refused = world.send(0, decide(never_seen));
+            assert_eq!(refused, Err(Rejection::OtherReview { current: current.clone() }), "{never_seen}");
+        }
+        assert_eq!(world.it(), &before);
+        world.send(0, other("pi_2:700:GBP")).unwrap();
+        assert_eq!((world.it().state(), world.it().reviews.len()), ("canceled", 2));
+    }
+}
+
+#[test]
 fn payment_that_is_not_under_review_takes_no_decision() {
     for (mut world, state) in
         [(PaymentHarness::open(5_000), PhaseName::Open), (PaymentHarness::deposited(5_000), PhaseName::Deposited)]
@@ -93,7 +117,7 @@ fn reviewed_money_in_the_terms_of_the_order_is_reviewed_again_and_not_credited()
         let reason = world.it().review_reason().unwrap();
         assert!(reason.contains("50.00 EUR") && reason.contains("after"), "{reason}");
         // This decision is about these terms, and every report of the money ends with it.
-        world.send(0, settle()).unwrap();
+        world.send(0, settle_of("pi_100:5000:EUR")).unwrap();
         report(&mut world, plain).unwrap();
         world.send(0, pounds("pi_100")).unwrap();
         world.hear_all();
@@ -194,7 +218,7 @@ fn payment_has_no_more_reviews_than_its_bound() {
     let mut world = PaymentHarness::open(5_000);
     for n in 0..review::MAX_REVIEWS {
         world.send(0, in_gbp(&format!("pi_{n}"), 4_200)).unwrap();
-        world.send(0, dismiss()).unwrap();
+        world.send(0, dismiss_of(&format!("pi_{n}:4200:GBP"))).unwrap();
     }
     assert_eq!(world.send(0, in_gbp("pi_x", 4_200)), Err(Rejection::TooManyReviews));
     assert_eq!((world.it().state(), world.it().reviews.len()), ("canceled", review::MAX_REVIEWS));
@@ -215,11 +239,12 @@ fn happening() -> impl Strategy<Value = Command> {
         charge_id: None,
         presented: None,
     };
+    let seen = prop_oneof![Just(OF_POUNDS), Just("pi_100:4300:GBP"), Just("pi_100:5000:EUR"), Just("")];
     prop_oneof![
         3 => prop_oneof![Just(4_200_i64), Just(4_300)].prop_map(|amount| in_gbp("pi_100", amount).into()),
         2 => Just(Command::from(paid)),
-        2 => Just(Command::from(settle())),
-        2 => Just(Command::from(dismiss())),
+        2 => seen.clone().prop_map(|review| settle_of(review).into()),
+        2 => seen.prop_map(|review| dismiss_of(review).into()),
         1 => Just(Command::from(Fact::ReviewSettled { processor_id: "pi_100".into() })),
         2 => step.prop_map(|what| reversed(what, "pi_100", 4_200).into()),
         1 => Just(Command::from(Fact::NotPaid {
@@ -247,8 +272,8 @@ proptest! {
             prop_assert!(world.it().reviews.len() <= before + 1);
         }
         // Where anything waits, an operator can end it.
-        if world.it().state() == "under_review" {
-            world.send(0, dismiss()).unwrap();
+        if let Some(review) = world.it().review() {
+            world.send(0, dismiss_of(&review.to_string())).unwrap();
         }
         prop_assert_ne!(world.it().state(), "under_review");
     }
