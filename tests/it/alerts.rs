@@ -172,7 +172,6 @@ const NOT_CAUSED: &[&str] = &[
     "GPUAASLogStoreMisconfigured",
     "GPUAASMetricsStale",
     "GPUAASNotificationWriteErrorsSpike",
-    "GPUAASPaymentsUnderReview",
     "GPUAASProvisioningFailuresSpike",
     "GPUAASProvisioningTimeouts",
     "GPUAASRecoveryMarkStale",

@@ -87,6 +87,26 @@ async fn dead_event_of_the_payment_processor_raises_an_alert_and_is_dismissed_by
     let fixed = follow(folder.path(), &alert, PAGE, &["Fix: dismiss an event", "Afterwards"], &given).await;
     assert!(!fixed.split_once("--- Afterwards").unwrap().1.contains("evt_1"), "{fixed}");
     alerts.expect("pager", "GPUAASProcessorEventsDead", false).await;
+
+    // With the last event the review of the payment was dismissed. Another payment is reviewed, and its review is ended at the payment.
+    alerts.expect("pager", "GPUAASPaymentsUnderReview", false).await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_2").await;
+    let contradiction = event("evt_9", "payment_intent.succeeded", &intent("pi_2", payment, 4_998, "succeeded"));
+    cluster.deliver(0, &contradiction).await.ok();
+    let under_review = alerts.expect("pager", "GPUAASPaymentsUnderReview", true).await;
+    let path = format!("/api/v1/billing/payments/{}", payment.0);
+    let review = cluster.admin.get(&path).await.ok()["review"].as_str().unwrap().to_owned();
+    let given = format!("payment={}; review={review}", payment.0);
+    let ended = follow(folder.path(), &under_review, PAGE, &["Fix: end a review"], &given).await;
+    assert_eq!(ended.matches(&review).count(), 1, "it waits, until it is decided about: {ended}");
+    assert_eq!(cluster.admin.get(&path).await.ok()["state"], "canceled");
+    alerts.expect("pager", "GPUAASPaymentsUnderReview", false).await;
+    // The event about money that was decided about is processed by its next attempt.
+    let dead = cluster.admin.get("/api/v1/admin/billing/processor-events?state=dead").await.ok();
+    let given = format!("event={}", dead["items"][0]["id"].as_str().unwrap());
+    follow(folder.path(), &under_review, PAGE, &["Fix: retry an event"], &given).await;
+    let none_is_dead = |page: &serde_json::Value| page["items"].as_array().is_some_and(Vec::is_empty);
+    cluster.admin.wait_until(&format!("{EVENTS}?state=dead"), "the event is processed", none_is_dead).await;
     cluster.shutdown().await;
 }
 
