@@ -48,7 +48,7 @@ pub(crate) enum Count {
     Add(u64),
     /// Refuses a ticket that it has counted.
     AddOnce(u64),
-    /// As `Add`, with a reply that is stored whoever sends it.
+    /// As `Add`, with a reply that is stored for every sender.
     AddAndStore(u64),
     Read,
     Wait(Timestamp),

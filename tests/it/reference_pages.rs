@@ -1,5 +1,5 @@
-//! The pages of the book that are written from the source: `reference/metrics.md` and `reference/task-types.md`. `UPDATE_DOCS=1` writes them
-//! anew. That no process exports a metric beside them, `observability.rs` shows.
+//! The pages of the book that are written from the source: `reference/metrics.md` and `reference/task-types.md`. `UPDATE_DOCS=1` writes
+//! them. That no process exports a metric beside them, `observability.rs` shows.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -164,7 +164,7 @@ describe("a bundle that is shown once", () => {
     expect(stored()).not.toContain(SECRET);
     await userEvent.click(dialog.getByRole("button", { name: "Close" }));
     await waitFor(() => expect(document.body.textContent).not.toContain(SECRET));
-    // Opened again, the form begins anew.
+    // Opened again, the form is empty.
     await userEvent.click(screen.getByRole("button", { name: label }));
     await screen.findByRole("dialog");
     expect(document.body.textContent + stored()).not.toContain(SECRET);

@@ -225,7 +225,7 @@ fn open(token: &str, binding: &[u8; 32]) -> Option<Position> {
         return None;
     }
     let micros = i64::from_be_bytes(position[1..9].try_into().ok()?);
-    // The tag is no secret: whoever makes a token of their own must not reach beyond the database's range of times.
+    // The tag is no secret: a token that a client has made must not reach beyond the database's range of times.
     let created_at = DateTime::from_timestamp_micros(micros).filter(|at| (0..=9999).contains(&at.year()))?;
     Some(Position { created_at, id: Uuid::from_slice(&position[9..]).ok()? })
 }

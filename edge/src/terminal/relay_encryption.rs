@@ -343,17 +343,17 @@ mod tests {
         }
         assert!(shared(2).open_hello(scope(), &hello).is_none());
         let (answer, ..) = shared(1).open_hello(scope(), &hello).unwrap().1.seal_answer(ANSWERS).unwrap();
-        for (message, is_heard) in [
+        for (message, is_accepted) in [
             (&hello, &(|message: &[u8]| shared(1).open_hello(scope(), message).is_some()) as &dyn Fn(&[u8]) -> bool),
             (&answer, &|message: &[u8]| asking.open_answer(message).is_some()),
         ] {
-            assert!(is_heard(message));
+            assert!(is_accepted(message));
             for position in 0..message.len() {
                 let mut altered = message.clone();
                 altered[position] ^= 1;
-                assert!(!is_heard(&altered), "byte {position}");
+                assert!(!is_accepted(&altered), "byte {position}");
             }
-            assert!(!is_heard(&[]) && !is_heard(&[0; SALT_LEN]) && !is_heard(&[0; SALT_LEN + 16]));
+            assert!(!is_accepted(&[]) && !is_accepted(&[0; SALT_LEN]) && !is_accepted(&[0; SALT_LEN + 16]));
         }
     }
 }

@@ -21,10 +21,10 @@ use std::collections::BTreeSet;
 /// A statement may cost so many times as much on a hundred times the rows: trees are deeper, and rows of one page lie further apart.
 const GROWTH_MAX: f64 = 5.0;
 /// In units of the planner, about that many pages read one after the other: what costs less on many rows is a look-up of single rows.
-const COST_OF_NOTHING: f64 = 200.0;
+const NEGLIGIBLE_COST: f64 = 200.0;
 
 /// So many rows make a table large. Of fewer, a scan is often the cheapest plan.
-const LARGE: u32 = 5_000;
+const MIN_ROWS_OF_A_LARGE_TABLE: u32 = 5_000;
 
 /// Reviewed: statements that may scan a table or grow with it, each named by a part of its text, and why that does no harm.
 const EXCEPTIONS: &[(&str, &str)] = &[
@@ -121,7 +121,7 @@ fn findings(few: &RecordedPlans, many: &RecordedPlans, large: &[String], growth:
     for (statement, plan) in many {
         let scanned: Vec<_> = plan.scanned.iter().filter(|table| large.contains(table)).cloned().collect();
         let before = few.get(statement).map_or(0.0, |plan| plan.cost);
-        let is_growing = plan.cost > growth * before.max(COST_OF_NOTHING);
+        let is_growing = plan.cost > growth * before.max(NEGLIGIBLE_COST);
         if !scanned.is_empty() || is_growing {
             let why =
                 format!("scans {scanned:?}, costs {before} on few rows and {} on many\n{}", plan.cost, plan.outline);
@@ -169,7 +169,7 @@ async fn check(few_rows: u32, many_rows: u32) {
     let (store, few, mut many) = plans_on(few_rows, many_rows).await;
     let (pool, since) = (fresh_pool(&store), position(store.db.log()));
     workload::run_last(&pool).await;
-    let large = large_tables(&pool, (many_rows / 20).max(LARGE)).await;
+    let large = large_tables(&pool, (many_rows / 20).max(MIN_ROWS_OF_A_LARGE_TABLE)).await;
     assert_eq!(
         tables_without_rows(&pool, many_rows / 20).await,
         Vec::<String>::new(),

@@ -10,10 +10,12 @@
 mod environment;
 mod member;
 mod memory;
+mod reported_inventory;
 
 pub use environment::{NoEffects, NoPeers, TestEnvironment};
 pub use member::{PgMember, PgTestStore};
 pub use memory::MemoryStore;
+pub use reported_inventory::reported_inventory;
 
 use actors::shell_dependencies::{Effects, Environment, Remote, Store, Term};
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};

@@ -257,7 +257,7 @@ pub struct Transition<M: Machine> {
     /// Versions of other entities that the decision was based on and that must not have changed when it commits.
     pub requires: Vec<Precondition>,
     pub reply: M::Reply,
-    /// The reply is stored with the commit whoever sent the command, for a day: a request that waits for this transition is answered from it,
+    /// The reply is stored with the commit for a day, also where a worker sent the command: a request that waits for this transition is answered from it,
     /// and so is each repetition of the request.
     pub stores_reply: bool,
     /// Stored in the history: why the entity is in its state.

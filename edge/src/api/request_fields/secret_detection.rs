@@ -6,7 +6,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
 /// The minimum length, in characters, of a suspected secret.
-const LEAST: usize = 16;
+const MIN_SECRET_LEN: usize = 16;
 
 /// Whether the text holds something of the form of a private key, a token of ours, a JWT, a bearer header, or a URL's password.
 #[must_use]
@@ -44,9 +44,9 @@ const fn is_base64_char(c: char) -> bool {
 /// the algorithm (PKCS #8, RFC 5958, section 2) or the key itself (RFC 5915, section 3). Public keys and certificates begin with another
 /// sequence or with a longer number.
 fn is_private_der(word: &str) -> bool {
-    const LEAST: usize = 40;
+    const MIN_PRIVATE_DER: usize = 40;
     const HEAD: usize = 16;
-    if word.len() < LEAST || !word.starts_with('M') {
+    if word.len() < MIN_PRIVATE_DER || !word.starts_with('M') {
         return false;
     }
     let Ok(head) = STANDARD.decode(&word[..HEAD]) else { return false };
@@ -63,14 +63,14 @@ const fn is_token_char(c: char) -> bool {
 }
 
 fn is_our_token(word: &str) -> bool {
-    let follows = |prefix: &str| word.find(prefix).is_some_and(|at| word.len() - at - prefix.len() >= LEAST);
+    let follows = |prefix: &str| word.find(prefix).is_some_and(|at| word.len() - at - prefix.len() >= MIN_SECRET_LEN);
     TokenPurpose::ALL.into_iter().any(|purpose| follows(purpose.prefix()))
 }
 
 /// Three base64url parts, the first of which is a JSON object (RFC 7515, section 7.1).
 fn is_jwt(word: &str) -> bool {
     let mut parts = word.split('.');
-    let head = parts.next().is_some_and(|head| head.contains("eyJ") && head.len() >= LEAST);
+    let head = parts.next().is_some_and(|head| head.contains("eyJ") && head.len() >= MIN_SECRET_LEN);
     head && parts.next().is_some_and(|payload| payload.len() >= 4) && parts.next().is_some()
 }
 
@@ -79,7 +79,7 @@ fn has_bearer(text: &str) -> bool {
     ["bearer ", "basic "].into_iter().any(|scheme| {
         lower.match_indices(scheme).any(|(at, found)| {
             let rest = lower[at + found.len()..].chars();
-            rest.take_while(|c| is_token_char(*c) || matches!(c, '+' | '/' | '=')).count() >= LEAST
+            rest.take_while(|c| is_token_char(*c) || matches!(c, '+' | '/' | '=')).count() >= MIN_SECRET_LEN
         })
     })
 }

@@ -81,8 +81,8 @@ async fn running_task_is_dispatched_again_only_to_a_restarted_agent() {
     let unnamed = harness.opened(&agent.wait(&harness, 3).await);
     assert_eq!(unnamed.task_id, first.task_id);
     agent.wait(&harness, 2).await.is(204);
-    let anew = harness.opened(&agent.reconnected(&harness).wait(&harness, 3).await);
-    assert_eq!(anew.task_id, first.task_id);
+    let repeated = harness.opened(&agent.reconnected(&harness).wait(&harness, 3).await);
+    assert_eq!(repeated.task_id, first.task_id);
 }
 
 #[tokio::test]

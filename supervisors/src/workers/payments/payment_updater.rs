@@ -199,14 +199,14 @@ async fn paid_otherwise(
     }
 }
 
-/// An operator has dismissed the processor's report of this payment: what is under review because of it is settled.
+/// An operator has dismissed the processor's report of this payment: the review of its money is dismissed.
 ///
 /// # Errors
 /// Where it has to be retried.
 pub(super) async fn dismissed(updater: &PaymentUpdater, record: ProcessorPayment) -> Result<(), UpdateError> {
     let Some(payment_id) = record.payment_id else { return Ok(()) };
     let about = format!("dismissed {}", record.processor_id);
-    updater.ask(payment_id, &about, Fact::ReviewSettled { processor_id: record.processor_id }).await.map(drop)
+    updater.ask(payment_id, &about, Fact::EventDismissed { processor_id: record.processor_id }).await.map(drop)
 }
 
 /// # Errors
@@ -445,8 +445,8 @@ mod tests {
             let record = refund_record(id, Some(REFUND), ProcessorRefundStatus::Succeeded);
             assert_eq!(refund(&bench.updater(1), record).await, NEWS);
         }
-        let unheard_of = refund_record("re_3", Some(RefundId(Uuid::from_u128(77))), ProcessorRefundStatus::Pending);
-        assert_eq!(refund(&bench.updater(1), ProcessorRefundRecord { amount_minor: 100, ..unheard_of }).await, NEWS);
+        let unknown = refund_record("re_3", Some(RefundId(Uuid::from_u128(77))), ProcessorRefundStatus::Pending);
+        assert_eq!(refund(&bench.updater(1), ProcessorRefundRecord { amount_minor: 100, ..unknown }).await, NEWS);
         let payment = bench.payment().await;
         assert_eq!(payment.left_minor(), 100);
         assert_eq!(payment.reversals.keys().collect::<Vec<_>>(), ["re_2", "re_3"]);

@@ -80,7 +80,7 @@ impl ProcessorEventHandler {
             Err(why) => return Disposition::Later { why },
         };
         if !event.is_open() {
-            return match self.settle_review(delivery, &event).await {
+            return match self.dismiss_review(delivery, &event).await {
                 Ok(()) => by.settle(delivery).await,
                 Err(why) => Disposition::Later { why },
             };
@@ -99,7 +99,7 @@ impl ProcessorEventHandler {
     }
 
     /// An event that an operator has dismissed ends the review of its payment.
-    async fn settle_review(&self, delivery: &EventDelivery, event: &ProcessorEvent) -> Result<(), String> {
+    async fn dismiss_review(&self, delivery: &EventDelivery, event: &ProcessorEvent) -> Result<(), String> {
         let Phase::Dismissed { .. } = event.phase else { return Ok(()) };
         let Some(body) = body_of(&self.ring, event) else { return Ok(()) };
         let body = match body {

@@ -125,7 +125,7 @@ pub const COMMITS: [RentalCommit; 15] = [
                 .notify_renter(allocation_id, Details::in_state("requested")))],
         deadline: UNTIL_PLACED,
         after_crash: "The allocation is `requested`, and nothing is held for it. A repetition of the request with its `Idempotency-Key` finds \
-                      it. Whoever processes the event next begins the placement.",
+                      it. The next worker that processes the event begins the placement.",
     },
     RentalCommit {
         half: RentalHalf::Rent,
@@ -290,40 +290,40 @@ pub const COMMITS: [RentalCommit; 15] = [
 
 /// An event of a rental that is not in [`COMMITS`]: a failure, an early end, or a message that was lost.
 #[derive(Clone, Copy, Debug)]
-pub struct RentalDetour {
+pub struct RentalException {
     pub when: &'static str,
     pub event: EventConsequences,
 }
 
-impl RentalDetour {
+impl RentalException {
     const fn new(when: &'static str, event: EventConsequences) -> Self {
         Self { when, event }
     }
 }
 
 /// What else may happen in a rental.
-pub const DETOURS: [RentalDetour; 14] = [
-    RentalDetour::new(
+pub const EXCEPTIONS: [RentalException; 14] = [
+    RentalException::new(
         "A node holds GPUs that the allocation does not want: it has ended, or has another node.",
         on!("provisioning.reservation_unwanted", ReservationUnwanted { allocation_id, node_id } =>
             to_node(node_id, ToNode::Unreserve { allocation_id })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The agent could not set the tenant up, or its machine has a critical fault. The allocation orders the clean-up (commit 11).",
         on!("node.tenant_failed", TenantFailed { node_id, allocation_id, reason } =>
             to_allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The allocation has failed, with a node or without one.",
         on!("provisioning.failed", ProvisioningFailed { allocation_id, reason, .. } =>
             Consequences::NONE.notify_renter(allocation_id, Details { reason: Some(reason), ..Details::default() })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The agent could not prove the clean-up. The allocation is `release_failed`, and tries again (commit 11).",
         on!("node.tenant_remains", TenantRemains { node_id, allocation_id, attempt, reason, detail } =>
             to_allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "A clean-up attempt has failed, or has passed its deadline. The node takes no new allocation until the clean-up is proved.",
         on!("provisioning.release_failed", ReleaseFailed { allocation_id, node_id, attempt, reason } =>
         to_node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt }).notify_renter(
@@ -331,7 +331,7 @@ pub const DETOURS: [RentalDetour; 14] = [
             Details { attempt: Some(attempt), reason: Some(reason), ..Details::in_state("release_failed") },
         )),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The last attempt has failed. The node is fenced, and an operator retries the release or forces it.",
         on!("provisioning.release_exhausted", ReleaseExhausted { allocation_id, node_id, attempt } =>
         to_node(node_id, ToNode::Fence { allocation_id, attempt }).notify(
@@ -344,19 +344,19 @@ pub const DETOURS: [RentalDetour; 14] = [
             },
         )),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "An administrator has released it without a proof. The node goes on with the clean-up.",
         on!("provisioning.release_forced", ReleaseForced { allocation_id, node_id } =>
             to_node(node_id, ToNode::Abandon { allocation_id })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The machine has a critical fault. The user is billed up to it; before `active` the allocation fails.",
         on!("node.tenant_faulted", TenantFaulted { node_id, allocation_id, at, reason } => {
             let data = Details { node_id: Some(node_id), reason: Some(reason.clone()), ..Details::default() };
             to_allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason }).notify_renter(allocation_id, data)
         }),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "A finding asks the user to leave a GPU or the machine.",
         on!("node.evacuation_begun", EvacuationBegun { node_id, allocation_id, release_at, reason } =>
         Consequences::NONE.notify_renter(
@@ -369,27 +369,27 @@ pub const DETOURS: [RentalDetour; 14] = [
             },
         )),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The finding is over before the user had to leave.",
         on!("node.evacuation_ended", EvacuationEnded { node_id, allocation_id } =>
             Consequences::NONE.notify_renter(allocation_id, Details { node_id: Some(node_id), ..Details::default() })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The time to leave has ended. The allocation is released (as by commit 10).",
         on!("node.evacuation_due", EvacuationDue { node_id, allocation_id, reason } =>
             to_allocation(allocation_id, ToAllocation::Evacuate { node_id, reason })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "No money is left, and the grace period has ended. The allocation is released (as by commit 10).",
         on!("billing.allocation_uncovered", AllocationUncovered { allocation_id, .. } =>
             to_allocation(allocation_id, ToAllocation::Uncover)),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The account has a meter whose allocation may have ended. The allocation answers with `billing.usage_changed` (commits 9 and 12).",
         on!("billing.allocation_metered", AllocationMetered { allocation_id, is_running, .. } =>
             to_allocation(allocation_id, ToAllocation::StillMetered { is_running })),
     ),
-    RentalDetour::new(
+    RentalException::new(
         "The tenant counts an allocation that may have ended. The allocation answers with `provisioning.released` (commit 15).",
         on!("provisioning.counted", AllocationCounted { allocation_id, logins_revision } =>
             to_allocation(allocation_id, ToAllocation::StillCounted { logins_revision })),
@@ -399,8 +399,8 @@ pub const DETOURS: [RentalDetour; 14] = [
 /// The events of the tables, each with what follows from it.
 pub fn events() -> impl Iterator<Item = &'static EventConsequences> {
     const ROWS: &[RentalCommit] = &COMMITS;
-    const OTHERS: &[RentalDetour] = &DETOURS;
-    ROWS.iter().flat_map(|commit| commit.events).chain(OTHERS.iter().map(|detour| &detour.event))
+    const EXCEPTIONAL: &[RentalException] = &EXCEPTIONS;
+    ROWS.iter().flat_map(|commit| commit.events).chain(EXCEPTIONAL.iter().map(|exception| &exception.event))
 }
 
 /// What follows from an event of a rental.

@@ -30,7 +30,7 @@ enum Certainty {
     Committed,
     /// It was committed, and a reservation has been made since whose commit is not known here.
     Estimated,
-    /// The node has refused what the index expected: it is proposed to no request until it is known anew.
+    /// The node has refused what the index expected: it is proposed to no request until its next commit is known.
     Doubted,
 }
 
@@ -284,13 +284,15 @@ impl RegionIndex {
         let mut free = wanted.gpu_count.max(1);
         loop {
             // A node has a bounded number of GPUs: so many steps at most.
-            (free, _, _) = *nodes.range((free, 0, LEAST)..).next()?;
+            (free, _, _) = *nodes.range((free, 0, FIRST_NODE_ID)..).next()?;
             if wanted.reimages && free != wanted.gpu_count {
                 return None;
             }
-            let after = (free.checked_add(1)?, 0, LEAST);
-            let (upper, lower) =
-                (nodes.range((free, start, LEAST)..after), nodes.range((free, 0, LEAST)..(free, start, LEAST)));
+            let after = (free.checked_add(1)?, 0, FIRST_NODE_ID);
+            let (upper, lower) = (
+                nodes.range((free, start, FIRST_NODE_ID)..after),
+                nodes.range((free, 0, FIRST_NODE_ID)..(free, start, FIRST_NODE_ID)),
+            );
             if let Some(found) = upper.chain(lower).find(|(_, _, node_id)| !asked.contains(node_id)) {
                 return Some(*found);
             }
@@ -299,7 +301,8 @@ impl RegionIndex {
     }
 }
 
-const LEAST: NodeId = NodeId(uuid::Uuid::nil());
+/// The lowest id, where a range of nodes begins.
+const FIRST_NODE_ID: NodeId = NodeId(uuid::Uuid::nil());
 
 fn free_node(capacity: &NodeCapacity) -> FreeNode {
     (capacity.gpus_free, rank(capacity.node_id.0), capacity.node_id)

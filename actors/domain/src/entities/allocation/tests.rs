@@ -301,7 +301,7 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("choose_logins by a stranger", person("bob", TokenRole::User), choose(&[KEY]).into()),
         ("adopt_logins", worker(), adopt(&[KEY], 1).into()),
         ("logins_written, never changed", worker(), Fact::LoginsWritten { node_id: NODE, revision: 1 }.into()),
-        ("reseal", worker(), Maintenance::Reseal { scheduler_request_enc: "anew".into() }.into()),
+        ("reseal", worker(), Maintenance::Reseal { scheduler_request_enc: "resealed".into() }.into()),
         ("tick before its time", worker(), Command::TICK),
     ]
 }

@@ -238,10 +238,10 @@ fn ended_session_refuses_what_would_use_its_tokens() {
 
 #[test]
 fn resealed_tokens_do_not_replace_refreshed_ones() {
-    let reseal = |before: &str| Maintenance::Reseal { before: before.into(), tokens_enc: "anew".into() };
+    let reseal = |before: &str| Maintenance::Reseal { before: before.into(), tokens_enc: "resealed".into() };
     let session = opened();
     let resealed = decide(&replica(), Some(&session), reseal("sealed"), after(1)).unwrap().next.unwrap();
-    assert_eq!(resealed.tokens_enc.as_deref(), Some("anew"));
+    assert_eq!(resealed.tokens_enc.as_deref(), Some("resealed"));
     let leased = decide(&replica(), Some(&session), begin(), after(1)).unwrap().next.unwrap();
     let fresh = decide(&replica(), Some(&leased), finish(1), after(2)).unwrap().next.unwrap();
     assert!(decide(&replica(), Some(&fresh), reseal("sealed"), after(3)).unwrap().next.is_none());

@@ -440,8 +440,8 @@ proptest! {
                 EndpointStep::Failed { is_final } => {
                     if let Some(n) = story.due() {
                         let failure = DeliveryFailure { is_final, why: "\u{1}".repeat(1000), ..failure() };
-                        let was_heard = story.send(Fact::Failed { message_id: Uuid::from_u128(n), failure });
-                        prop_assert!(was_heard);
+                        let was_processed = story.send(Fact::Failed { message_id: Uuid::from_u128(n), failure });
+                        prop_assert!(was_processed);
                     }
                 }
                 EndpointStep::Later(seconds) => story.now += TimeDelta::seconds(seconds),

@@ -36,8 +36,10 @@ pub enum Fact {
         amount_minor: i64,
         currency: Currency,
     },
-    /// An operator has dismissed the processor's event about what was paid otherwise.
-    ReviewSettled {
+    /// An operator has dismissed the processor's event about what was paid otherwise. Members of earlier releases send it under its old name.
+    #[serde(rename = "review_settled")]
+    #[strum(serialize = "review_settled")]
+    EventDismissed {
         processor_id: String,
     },
     NotPaid {
@@ -100,7 +102,7 @@ impl Payment {
             Fact::PaidOtherwise { processor_id, amount_minor, currency } => {
                 self.paid_otherwise(processor_id, amount_minor, currency, ctx)
             }
-            Fact::ReviewSettled { processor_id } => Ok(self.event_dismissed(&processor_id, ctx)),
+            Fact::EventDismissed { processor_id } => Ok(self.event_dismissed(&processor_id, ctx)),
             Fact::NotPaid { processor_id, outcome, why } => Ok(self.not_paid(&processor_id, outcome, why, ctx)),
             Fact::Deposited => Ok(self.deposited(ctx)),
             Fact::DepositRefused { why } => Ok(self.deposit_refused(why, ctx)),

@@ -621,7 +621,7 @@ fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
         ("lapse", Fact::Lapse { why: "w".into() }.into()),
         ("paid", world.paid(0).into()),
         ("paid otherwise", pounds("pi_100").into()),
-        ("event dismissed", Fact::ReviewSettled { processor_id: "pi_100".into() }.into()),
+        ("event dismissed", Fact::EventDismissed { processor_id: "pi_100".into() }.into()),
         ("settle review", settle_of(&review).into()),
         ("dismiss review", dismiss_of(&review).into()),
         ("settle another review", settle_of("pi_9:700:GBP").into()),

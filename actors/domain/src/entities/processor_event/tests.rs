@@ -291,7 +291,7 @@ fn event_body_is_removed_after_its_retention() {
         assert_eq!((event.body_enc.as_deref(), event.timer()), (None, None));
         // Its id stays known.
         assert_eq!(story.send(receive("d")).reply, Reply::Stored { is_new: false });
-        assert!(story.send(Maintenance::Reseal { body_enc: "anew".into() }).next.is_none());
+        assert!(story.send(Maintenance::Reseal { body_enc: "resealed".into() }).next.is_none());
     }
 }
 
@@ -325,7 +325,7 @@ fn every_command_in_every_state_does_what_was_reviewed() {
             ("failed", failed().into()),
             ("retry", retry().into()),
             ("dismiss", dismiss().into()),
-            ("reseal", Maintenance::Reseal { body_enc: "anew".into() }.into()),
+            ("reseal", Maintenance::Reseal { body_enc: "resealed".into() }.into()),
             ("tick before its time", Command::TICK),
         ]
     };

@@ -109,7 +109,7 @@ fn of_a_payment() {
         }
         .into(),
         Fact::PaidOtherwise { processor_id: "pi_1".into(), amount_minor: 7, currency: currency.clone() }.into(),
-        Fact::ReviewSettled { processor_id: "pi_1".into() }.into(),
+        Fact::EventDismissed { processor_id: "pi_1".into() }.into(),
         Fact::Deposited.into(),
         Request::Cancel { closed: Some(text()) }.into(),
         Request::Refund { refund_id, amount_minor: None, reason: text() }.into(),

@@ -4,11 +4,12 @@ use super::{ApiHarness, TestResponse};
 use crate::auth::opaque_token::{TokenPurpose, read};
 use actors::shell_dependencies::Environment as _;
 use chrono::TimeDelta;
-use domain::node::{self, CertificateRecord, Enrollment, Node, ReportedGpu, ReportedInventory};
+use domain::node::{self, CertificateRecord, Enrollment, Node, ReportedInventory};
 use domain::{NodeId, Principal};
 use secrecy::SecretString;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use test_host::reported_inventory;
 use uuid::Uuid;
 
 impl ApiHarness {
@@ -160,20 +161,5 @@ pub(in crate::api::tests) fn node_body(sku: &str, gpus: u32) -> Value {
 }
 
 fn inventory(machine: &str, gpus: u32) -> ReportedInventory {
-    let gpu =
-        |index| ReportedGpu { index, uuid: format!("GPU-{machine}-{index}"), model: "H100".into(), memory_mib: 80_000 };
-    ReportedInventory {
-        gpus: (0..gpus).map(gpu).collect(),
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        isolates_devices: true,
-        cpu_model: None,
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        driver_version: None,
-        host_fingerprint: None,
-        system: None,
-        tenant_devices: vec!["/dev/fuse".into()],
-    }
+    ReportedInventory { tenant_devices: vec!["/dev/fuse".into()], ..reported_inventory(machine, gpus) }
 }

@@ -2,10 +2,7 @@
 
 use super::*;
 use chrono::Utc;
-use domain::node::{
-    Command, Fact, HoldPhase, OnboardingMode, Phase, PromisedHardware, Registration, ReportedGpu, ReportedInventory,
-    Request,
-};
+use domain::node::{Command, Fact, HoldPhase, OnboardingMode, Phase, PromisedHardware, Registration, Request};
 use domain::policy::PolicyBook;
 use domain::state_machine::TransitionContext;
 use domain::{AllocationId, Machine as _, Principal};
@@ -16,6 +13,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use sqlx::PgPool;
 use std::collections::VecDeque;
+use test_host::reported_inventory;
 use uuid::Uuid;
 
 const SKU: SkuId = SkuId(Uuid::from_u128(0x5000));
@@ -138,24 +136,8 @@ fn active_node(id: NodeId, gpus: u32) -> Node {
     let register = Request::Register { registration: Box::new(registration), probe: None, machine: None };
     let (policy, by) = (PolicyBook::default(), Principal::system("test"));
     let registered = Node::decide(None, Command::Request(register), &context(&policy, &by, id, 0)).unwrap();
-    let gpu =
-        |index| ReportedGpu { index, uuid: format!("GPU-{id}-{index}"), model: "H100".into(), memory_mib: 80_000 };
-    let inventory = ReportedInventory {
-        gpus: (0..gpus).map(gpu).collect(),
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        isolates_devices: true,
-        cpu_model: None,
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        driver_version: None,
-        host_fingerprint: None,
-        system: None,
-        tenant_devices: Vec::new(),
-    };
     let mut node = registered.next.unwrap();
-    (node.lifecycle.phase, node.machine.inventory) = (Phase::Active, Some(inventory));
+    (node.lifecycle.phase, node.machine.inventory) = (Phase::Active, Some(reported_inventory(id, gpus)));
     node
 }
 

@@ -127,12 +127,12 @@ fn commits_of_a_rental_are_as_reviewed() {
         writeln!(page).unwrap();
     }
     writeln!(page, "### What else may happen\n\n| event | when | what follows |\n| --- | --- | --- |").unwrap();
-    for detour in &DETOURS {
-        let follows = match command_of(&sampled(&detour.event).reaction) {
+    for exception in &EXCEPTIONS {
+        let follows = match command_of(&sampled(&exception.event).reaction) {
             Some((entity, command)) => format!("`{entity}`: `{command}`"),
             None => "the user is notified".to_owned(),
         };
-        writeln!(page, "| `{}` | {} | {follows} |", detour.event.subject, detour.when).unwrap();
+        writeln!(page, "| `{}` | {} | {follows} |", exception.event.subject, exception.when).unwrap();
     }
     insta::assert_snapshot!(page);
 }

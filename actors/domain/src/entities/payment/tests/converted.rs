@@ -78,9 +78,9 @@ fn money_paid_otherwise_is_under_review_and_never_credited_after_it_was_settled(
     world.pass(OPEN_FOR);
     assert_eq!(world.it().state(), "under_review", "it does not lapse");
 
-    world.send(0, Fact::ReviewSettled { processor_id: "pi_other".into() }).unwrap();
+    world.send(0, Fact::EventDismissed { processor_id: "pi_other".into() }).unwrap();
     assert_eq!(world.it().state(), "under_review");
-    world.send(0, Fact::ReviewSettled { processor_id: "pi_100".into() }).unwrap();
+    world.send(0, Fact::EventDismissed { processor_id: "pi_100".into() }).unwrap();
     assert_eq!((world.it().state(), world.it().review_reason()), ("canceled", None));
     // The processor reports it again, and then in the terms of the order.
     world.send(0, pounds("pi_100")).unwrap();

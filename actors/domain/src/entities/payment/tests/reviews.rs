@@ -50,7 +50,7 @@ fn operator_ends_a_review_that_no_event_reported_once_and_another_decision_is_re
         assert!(step.next.is_none() && step.audit.is_empty());
         assert_eq!(world.ask(&by, payment_id(0), other), Err(Rejection::ReviewEnded { decision }));
         // The event of it may be dismissed, too.
-        world.send(0, Fact::ReviewSettled { processor_id: "pi_100".into() }).unwrap();
+        world.send(0, Fact::EventDismissed { processor_id: "pi_100".into() }).unwrap();
         assert!(world.ledger.is_empty() && world.it().reviews.len() == 1);
     }
 }
@@ -245,7 +245,7 @@ fn happening() -> impl Strategy<Value = Command> {
         2 => Just(Command::from(paid)),
         2 => seen.clone().prop_map(|review| settle_of(review).into()),
         2 => seen.prop_map(|review| dismiss_of(review).into()),
-        1 => Just(Command::from(Fact::ReviewSettled { processor_id: "pi_100".into() })),
+        1 => Just(Command::from(Fact::EventDismissed { processor_id: "pi_100".into() })),
         2 => step.prop_map(|what| reversed(what, "pi_100", 4_200).into()),
         1 => Just(Command::from(Fact::NotPaid {
             processor_id: "pi_100".into(), outcome: PaymentFailure::Canceled, why: "w".into(),
