@@ -1,23 +1,11 @@
 // Faults that a mocked control plane makes, in a real Chromium: nothing is sent twice, nothing typed is lost, and the reason is shown.
-import { afterAll, beforeAll, beforeEach, expect, it } from "vitest";
-import type { Browser } from "playwright-core";
+import { beforeEach, expect, it } from "vitest";
 import { allocation } from "../fixtures.ts";
 import { refusal } from "../mock-api.ts";
-import { launch, Tab } from "./browser.ts";
-import { startConsole, type ConsoleServer } from "./server.ts";
+import { Tab } from "./browser.ts";
+import { browser, server } from "./console-in-browser.ts";
 
-let server: ConsoleServer;
-let browser: Browser;
 let tab: Tab;
-
-beforeAll(async () => {
-  server = await startConsole();
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser?.close();
-  await server?.close();
-});
 beforeEach(async () => {
   await tab?.context.close();
   tab = await Tab.open(browser, server);

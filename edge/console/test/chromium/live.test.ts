@@ -1,22 +1,10 @@
 // One connection for all tabs of a browser, in a real Chromium: its messages refresh what is on screen, and nothing else is asked.
-import { afterAll, beforeAll, beforeEach, expect, it } from "vitest";
-import type { Browser, BrowserContext, Page } from "playwright-core";
+import { beforeEach, expect, it } from "vitest";
+import type { BrowserContext, Page } from "playwright-core";
 import { allocation, balance, posting } from "../fixtures.ts";
-import { launch } from "./browser.ts";
-import { startConsole, type ConsoleServer } from "./server.ts";
+import { browser, server } from "./console-in-browser.ts";
 
-let server: ConsoleServer;
-let browser: Browser;
 let context: BrowserContext;
-
-beforeAll(async () => {
-  server = await startConsole();
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser?.close();
-  await server?.close();
-});
 beforeEach(async () => {
   await context?.close();
   await expect.poll(() => server.streams.size, { timeout: 60_000 }).toBe(0);

@@ -1,24 +1,13 @@
 // The service has the files of another release than the page: no page is blank, nothing typed is lost, and a reload is offered.
 import { readdirSync } from "node:fs";
 import { join } from "node:path";
-import { afterAll, beforeAll, beforeEach, expect, it } from "vitest";
-import type { Browser } from "playwright-core";
+import { beforeEach, expect, it } from "vitest";
 import { allocation } from "../fixtures.ts";
-import { launch, Tab } from "./browser.ts";
-import { DIST, startConsole, type ConsoleServer } from "./server.ts";
+import { Tab } from "./browser.ts";
+import { browser, server } from "./console-in-browser.ts";
+import { DIST } from "./server.ts";
 
-let server: ConsoleServer;
-let browser: Browser;
 let tab: Tab;
-
-beforeAll(async () => {
-  server = await startConsole();
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser?.close();
-  await server?.close();
-});
 beforeEach(async () => {
   await tab?.context.close();
   tab = await Tab.open(browser, server);

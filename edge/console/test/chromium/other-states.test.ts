@@ -1,22 +1,9 @@
 // Pages in states that the usual answers of the mock have not: no finding of axe, no complaint of the browser, nothing wider than the window.
-import { afterAll, beforeAll, expect, it } from "vitest";
-import type { Browser } from "playwright-core";
+import { expect, it } from "vitest";
 import type { Schemas } from "../../src/api/client.ts";
 import { ago, allocation, allocations, balance, node, uuid } from "../fixtures.ts";
-import { launch, Tab, WIDE } from "./browser.ts";
-import { startConsole, type ConsoleServer } from "./server.ts";
-
-let server: ConsoleServer;
-let browser: Browser;
-
-beforeAll(async () => {
-  server = await startConsole();
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser?.close();
-  await server?.close();
-});
+import { Tab, WIDE } from "./browser.ts";
+import { browser, server } from "./console-in-browser.ts";
 
 interface PageState {
   role: "user" | "admin";

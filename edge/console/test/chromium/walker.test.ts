@@ -1,22 +1,10 @@
 // Follows every link for each role, and opens every dialog; and the main jobs by the keyboard alone.
-import { afterAll, beforeAll, beforeEach, expect, it } from "vitest";
-import type { Browser } from "playwright-core";
+import { beforeEach, expect, it } from "vitest";
 import { allocation } from "../fixtures.ts";
-import { launch, Tab } from "./browser.ts";
-import { startConsole, type ConsoleServer } from "./server.ts";
+import { Tab } from "./browser.ts";
+import { browser, server } from "./console-in-browser.ts";
 
-let server: ConsoleServer;
-let browser: Browser;
 let tab: Tab;
-
-beforeAll(async () => {
-  server = await startConsole();
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser?.close();
-  await server?.close();
-});
 beforeEach(async () => {
   await tab?.context.close();
   tab = await Tab.open(browser, server);
