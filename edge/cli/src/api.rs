@@ -6,6 +6,7 @@ use crate::http_client::{self, BodyError, Trust};
 use crate::login::Session;
 use crate::output::Output;
 use crate::retry_after;
+use crate::text_encoding;
 use reqwest::{Client, Method, Response, StatusCode, Url, header};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
@@ -52,8 +53,8 @@ struct ApiCall<'a> {
 }
 
 /// The outcome of one attempt.
-enum AttemptOutcome {
-    Answer(Value),
+enum AttemptOutcome<T> {
+    Answer(T),
     Failed(Failure),
     /// Worth a retry after this pause; the failure is reported if there is none.
     Retry {
@@ -157,40 +158,54 @@ impl Api {
 
     /// A stream of events after `last`. One attempt.
     pub(crate) async fn stream(&self, path: &str, last: Option<&str>) -> Result<Response, Failure> {
-        self.open_response(path, "text/event-stream", last).await
+        let token = self.session.token().await?;
+        let failure = match self.open_attempt(path, "text/event-stream", last, &token).await {
+            AttemptOutcome::Answer(answer) => return Ok(answer),
+            AttemptOutcome::Failed(failure) | AttemptOutcome::Retry { failure, .. } => failure,
+        };
+        if failure.exit_status == ExitStatus::LoggedOut {
+            self.session.renew(&token).await?;
+        }
+        Err(failure)
     }
 
     /// A response that is too long to be read into memory.
     pub(crate) async fn open(&self, path: &str, media_type: &str) -> Result<Response, Failure> {
-        match self.open_response(path, media_type, None).await {
-            // The login was renewed, where that was possible.
-            Err(failure) if failure.exit_status == ExitStatus::LoggedOut => {
-                self.open_response(path, media_type, None).await
-            }
-            begun => begun,
-        }
+        self.retried(async |token: &SecretString| self.open_attempt(path, media_type, None, token).await).await
     }
 
-    async fn open_response(&self, path: &str, media_type: &str, last: Option<&str>) -> Result<Response, Failure> {
-        let token = self.session.token().await?;
+    async fn open_attempt(
+        &self,
+        path: &str,
+        media_type: &str,
+        last: Option<&str>,
+        token: &SecretString,
+    ) -> AttemptOutcome<Response> {
+        let call = ApiCall { method: Method::GET, path, query: &[], body: None, key: None };
         let mut request = self.streams.get(self.at(path)).bearer_auth(token.expose_secret());
         request = request.header(header::ACCEPT, media_type);
         if let Some(last) = last {
             request = request.header("Last-Event-ID", last);
         }
-        let answer = tokio::time::timeout(ANSWER_TIMEOUT, request.send())
-            .await
-            .map_err(|_| Failure::new(ExitStatus::Network, format!("{} does not answer", self.base)))?
-            .map_err(|error| self.unreached(&error))?;
-        if answer.status().is_success() {
-            return Ok(answer);
+        let answer = match tokio::time::timeout(ANSWER_TIMEOUT, request.send()).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(error)) => return self.outcome_without_answer(&call, &error),
+            Err(_) => {
+                let failure = Failure::new(ExitStatus::Network, format!("{} does not answer", self.base));
+                return outcome_of_passing_fault(&call, failure, None);
+            }
+        };
+        let status = answer.status();
+        if status.is_success() {
+            // A portal or a proxy answers with its own page; the service has none here.
+            return match http_client::is_page(answer.headers()) {
+                true => AttemptOutcome::Failed(Failure::of_answer(status, &Value::Null, None)),
+                false => AttemptOutcome::Answer(answer),
+            };
         }
-        if answer.status() == StatusCode::UNAUTHORIZED {
-            self.session.renew(&token).await?;
-        }
-        let (status, after) = (answer.status(), retry_after::of(answer.headers()));
+        let after = retry_after::of(answer.headers());
         let body = json_of(answer).await.ok().flatten().unwrap_or_default();
-        Err(Failure::of_answer(status, &body, after))
+        outcome_of_refusal(&call, status, &body, after)
     }
 
     pub(crate) fn at(&self, path: &str) -> String {
@@ -198,12 +213,17 @@ impl Api {
     }
 
     async fn call(&self, call: ApiCall<'_>) -> Result<Value, Failure> {
+        self.retried(async |token: &SecretString| self.attempt(&call, token).await).await
+    }
+
+    /// The last outcome of attempts, as long as they are worth it; after a refused token, with a renewed one.
+    async fn retried<T>(&self, attempt: impl AsyncFn(&SecretString) -> AttemptOutcome<T>) -> Result<T, Failure> {
         let began = Instant::now();
         let mut pause = FIRST_RETRY_PAUSE;
         let mut renewed = false;
         loop {
             let token = self.session.token().await?;
-            match self.attempt(&call, &token).await {
+            match attempt(&token).await {
                 AttemptOutcome::Answer(answer) => return Ok(answer),
                 AttemptOutcome::Failed(failure) if failure.exit_status == ExitStatus::LoggedOut && !renewed => {
                     renewed = true;
@@ -230,7 +250,7 @@ impl Api {
         }
     }
 
-    async fn attempt(&self, call: &ApiCall<'_>, token: &SecretString) -> AttemptOutcome {
+    async fn attempt(&self, call: &ApiCall<'_>, token: &SecretString) -> AttemptOutcome<Value> {
         let ApiCall { method, path, query, body, key } = call;
         let mut request = self.http.request(method.clone(), self.at(path)).bearer_auth(token.expose_secret());
         if !query.is_empty() {
@@ -250,7 +270,7 @@ impl Api {
         let body = match json_of(answer).await {
             Ok(Some(body)) => body,
             Ok(None) if status.is_success() => {
-                return AttemptOutcome::Failed(Failure::new(ExitStatus::Server, "the server's answer is no JSON"));
+                return AttemptOutcome::Failed(Failure::of_answer(status, &Value::Null, None));
             }
             Ok(None) => Value::Null,
             Err(BodyError::Cut(error)) => return self.outcome_without_answer(call, &error),
@@ -261,21 +281,11 @@ impl Api {
         if status.is_success() {
             return AttemptOutcome::Answer(body);
         }
-        let failure = Failure::of_answer(status, &body, after);
-        let is_transient = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
-            || failure.code() == "idempotency_in_progress";
-        if !is_transient {
-            return AttemptOutcome::Failed(failure);
-        }
-        let failure = match after.filter(|_| failure.exit_status == ExitStatus::RateLimited) {
-            Some(after) => failure.next(format!("Ask again in {} s.", after.as_secs())),
-            None => with_idempotency_hint(failure, call),
-        };
-        AttemptOutcome::Retry { after, retry_for: RETRY_FOR, failure }
+        outcome_of_refusal(call, status, &body, after)
     }
 
     /// The outcome where no response, or half of one, arrived.
-    fn outcome_without_answer(&self, call: &ApiCall<'_>, error: &reqwest::Error) -> AttemptOutcome {
+    fn outcome_without_answer<T>(&self, call: &ApiCall<'_>, error: &reqwest::Error) -> AttemptOutcome<T> {
         let failure = self.unreached(error);
         if error.is_connect() {
             // A certificate error is permanent.
@@ -285,13 +295,7 @@ impl Api {
                 false => AttemptOutcome::Retry { after: None, retry_for: CONNECT_RETRY_FOR, failure },
             };
         }
-        let repeatable = matches!(call.method, Method::GET | Method::PUT | Method::PATCH) || call.key.is_some();
-        let failure = with_idempotency_hint(failure, call);
-        if repeatable {
-            AttemptOutcome::Retry { after: None, retry_for: RETRY_FOR, failure }
-        } else {
-            AttemptOutcome::Failed(failure)
-        }
+        outcome_of_passing_fault(call, failure, None)
     }
 
     fn unreached(&self, error: &reqwest::Error) -> Failure {
@@ -299,6 +303,44 @@ impl Api {
         let why = std::error::Error::source(error).map_or_else(|| "no answer".to_owned(), chain);
         Failure::new(ExitStatus::Network, format!("{} cannot be reached: {why}", self.base))
             .next("Check the address (`gpuctl whoami` shows it) and the network, and try again.")
+    }
+}
+
+/// The outcome where the answer is no success.
+fn outcome_of_refusal<T>(
+    call: &ApiCall<'_>,
+    status: StatusCode,
+    body: &Value,
+    after: Option<Duration>,
+) -> AttemptOutcome<T> {
+    let failure = Failure::of_answer(status, body, after);
+    // Whoever names a time has refused the request; a proxy answers 503, too, where it has lost one on its way.
+    let is_unprocessed = status == StatusCode::TOO_MANY_REQUESTS
+        || (status == StatusCode::SERVICE_UNAVAILABLE && (failure.answer.is_some() || after.is_some()))
+        || failure.code() == "idempotency_in_progress";
+    if is_unprocessed {
+        let failure = match after.filter(|_| failure.exit_status == ExitStatus::RateLimited) {
+            Some(after) => failure.next(format!("Ask again in {} s.", after.as_secs())),
+            None => with_idempotency_hint(failure, call),
+        };
+        return AttemptOutcome::Retry { after, retry_for: RETRY_FOR, failure };
+    }
+    if failure.answer.is_none() && http_client::is_passing(status) {
+        return outcome_of_passing_fault(call, failure, after);
+    }
+    // The service may have carried it out before it failed.
+    let is_uncertain = failure.answer.is_some() && status.is_server_error();
+    AttemptOutcome::Failed(if is_uncertain { with_idempotency_hint(failure, call) } else { failure })
+}
+
+/// The outcome where it is unknown whether the request was carried out: it is sent again where that has no second effect.
+fn outcome_of_passing_fault<T>(call: &ApiCall<'_>, failure: Failure, after: Option<Duration>) -> AttemptOutcome<T> {
+    let is_repeatable = matches!(call.method, Method::GET | Method::PUT | Method::PATCH) || call.key.is_some();
+    if is_repeatable {
+        let failure = with_idempotency_hint(failure, call);
+        AttemptOutcome::Retry { after, retry_for: RETRY_FOR, failure }
+    } else {
+        AttemptOutcome::Failed(failure.next("It may have been done: look, and repeat the command where it was not."))
     }
 }
 
@@ -315,7 +357,11 @@ fn with_idempotency_hint(failure: Failure, call: &ApiCall<'_>) -> Failure {
 /// The body as JSON; `None` where it is none. An empty body is null.
 async fn json_of(answer: Response) -> Result<Option<Value>, BodyError> {
     let body = http_client::body(answer, MAX_BODY_BYTES).await?;
-    Ok(if body.is_empty() { Some(Value::Null) } else { serde_json::from_slice(&body).ok() })
+    Ok(if body.is_empty() {
+        Some(Value::Null)
+    } else {
+        serde_json::from_slice(text_encoding::without_mark(&body)).ok()
+    })
 }
 
 #[cfg(test)]

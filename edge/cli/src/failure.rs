@@ -4,7 +4,7 @@ pub(crate) use failures::chain;
 
 use crate::argument_names::SelectedCommand;
 use crate::printable::plain;
-use crate::{Arguments, DEFAULT_PROFILE, amount, argument_names, routes};
+use crate::{Arguments, DEFAULT_PROFILE, amount, argument_names, http_client, routes};
 use clap::CommandFactory as _;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
@@ -94,11 +94,7 @@ impl Failure {
         let text = |name: &str| body[name].as_str().unwrap_or_default();
         let (code, message) = (text("code"), text("message"));
         if code.is_empty() {
-            return Self::new(
-                ExitStatus::Server,
-                format!("the server answered {status}, and not as this service does"),
-            )
-            .next("Check the address of the server: `gpuctl whoami` shows it.");
+            return Self::of_foreign_answer(status);
         }
         let exit_status = match (status.as_u16(), code) {
             (401, _) => ExitStatus::LoggedOut,
@@ -118,6 +114,39 @@ impl Failure {
         };
         let next = remedy(&response).map(str::to_owned);
         Self { exit_status, message: routes::for_people(message), next, answer: Some(Box::new(response)) }
+    }
+
+    /// The failure for an answer that is not the service's: it is of a proxy before it, or of another server.
+    fn of_foreign_answer(status: StatusCode) -> Self {
+        let proxy = "a proxy or a firewall before the server answered";
+        let (exit_status, message, next) = match status.as_u16() {
+            429 => (
+                ExitStatus::RateLimited,
+                format!("{proxy} {status}: it takes no more requests for now"),
+                "Try again in a moment.",
+            ),
+            _ if http_client::is_passing(status) => (
+                ExitStatus::Server,
+                format!("{proxy} {status}: the server is overloaded, or being restarted"),
+                "Try again in a moment.",
+            ),
+            401 | 403 | 407 | 451 | 511 => (
+                ExitStatus::Server,
+                format!("{proxy} {status}: it does not let the request through"),
+                "Ask the operator of the firewall or of the service to let gpuctl through.",
+            ),
+            413 | 414 | 431 => (
+                ExitStatus::Server,
+                format!("{proxy} {status}: the request is too long for it"),
+                "Send less at once, or ask the operator of the service to raise the limit.",
+            ),
+            _ => (
+                ExitStatus::Server,
+                format!("the server answered {status}, and not as this service does"),
+                "Check the address of the server: `gpuctl whoami` shows it.",
+            ),
+        };
+        Self::new(exit_status, message).next(next)
     }
 
     /// The failure in terms of the command line that the user gave: its arguments in the place of the API's fields, times in the place of

@@ -1,7 +1,9 @@
 //! The HTTP client: allowed addresses, trusted certificates, and the bound on response bodies.
 
 use crate::failure::{Failure, chain};
-use reqwest::{Certificate, ClientBuilder, Response, Url, redirect};
+use crate::text_encoding;
+use reqwest::header::{CONTENT_TYPE, HeaderMap};
+use reqwest::{Certificate, ClientBuilder, Response, StatusCode, Url, redirect};
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -86,9 +88,11 @@ fn authorities(path: &Path) -> Result<Vec<Certificate>, Failure> {
         return Err(wrong(format!("the file is over {MAX_BUNDLE_BYTES} bytes")));
     }
     let pem = fs::read(path).map_err(|error| wrong(error.to_string()))?;
+    // Comments in a bundle may be of any encoding.
+    let pem = text_encoding::decoded(pem.clone()).map_or(pem, String::into_bytes);
     match Certificate::from_pem_bundle(&pem) {
         Ok(found) if !found.is_empty() => Ok(found),
-        Ok(_) => Err(wrong("it holds no certificate".to_owned())),
+        Ok(_) => Err(wrong("it holds no certificate in PEM (`-----BEGIN CERTIFICATE-----`)".to_owned())),
         Err(error) => Err(wrong(chain(&error))),
     }
 }
@@ -112,6 +116,25 @@ pub(crate) async fn body(mut answer: Response, max: usize) -> Result<Vec<u8>, Bo
         read.extend_from_slice(&chunk);
     }
     Ok(read)
+}
+
+/// Whether the status is that of a server which is overloaded or being restarted, or of a proxy before such a one: the same request may
+/// succeed in a moment.
+pub(crate) fn is_passing(status: StatusCode) -> bool {
+    let is_permanent = matches!(
+        status,
+        StatusCode::NOT_IMPLEMENTED
+            | StatusCode::HTTP_VERSION_NOT_SUPPORTED
+            | StatusCode::NETWORK_AUTHENTICATION_REQUIRED
+    );
+    let is_busy = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY);
+    is_busy || (status.is_server_error() && !is_permanent)
+}
+
+/// Whether the answer is a page for a browser.
+pub(crate) fn is_page(headers: &HeaderMap) -> bool {
+    let media_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    media_type.trim_start().to_ascii_lowercase().starts_with("text/html")
 }
 
 #[cfg(test)]

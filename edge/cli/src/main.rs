@@ -80,6 +80,7 @@ mod ssh;
 mod ssh_keys;
 mod supervision_tree;
 mod terminal;
+mod text_encoding;
 mod usage_error;
 mod websocket;
 

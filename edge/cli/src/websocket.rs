@@ -5,6 +5,7 @@ use crate::api::Api;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client;
 use crate::retry_after;
+use crate::text_encoding;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use reqwest::header::{
@@ -57,7 +58,7 @@ pub(crate) async fn open(api: &Api, request_options: WebSocketRequest<'_>) -> Re
         let status = answer.status();
         let after = retry_after::of(answer.headers());
         let body = http_client::body(answer, MAX_MESSAGE_BYTES).await.unwrap_or_default();
-        let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+        let body: Value = serde_json::from_slice(text_encoding::without_mark(&body)).unwrap_or_default();
         return Err(Failure::of_answer(status, &body, after));
     }
     if header_text(SEC_WEBSOCKET_ACCEPT) != derive_accept_key(key.as_bytes())

@@ -3,7 +3,7 @@
 use super::*;
 use crate::output::OutputFormat;
 use axum::http::HeaderMap;
-use axum::response::IntoResponse as _;
+use axum::response::{IntoResponse as _, Response as Page};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use std::sync::Arc;
@@ -67,6 +67,90 @@ async fn busy_server_is_retried_at_the_date_in_retry_after() {
     assert_eq!(api.get("/things", &[]).await.unwrap()["id"], "x");
     let attempts = attempts.lock().unwrap();
     assert!(attempts.len() == 2 && attempts[1] - attempts[0] >= Duration::from_secs(2), "{attempts:?}");
+}
+
+/// A page of a proxy, with its status.
+fn page(status: u16) -> Page {
+    let headers = [("content-type", "text/html")];
+    (StatusCode::from_u16(status).unwrap(), headers, "<html><h1>Nothing here</h1></html>").into_response()
+}
+
+#[tokio::test]
+async fn page_of_a_gateway_is_asked_again_under_the_same_key() {
+    for status in [500, 502, 503, 504, 408, 425, 429, 522] {
+        let keys: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen = Arc::clone(&keys);
+        let rent = move |headers: HeaderMap| async move {
+            let mut seen = seen.lock().unwrap();
+            seen.push(headers["idempotency-key"].to_str().unwrap().to_owned());
+            if seen.len() == 1 { page(status) } else { Json(json!({ "id": "x" })).into_response() }
+        };
+        let api = api(Router::new().route("/things", post(rent))).await;
+        assert_eq!(api.post("/things", &json!({})).await.unwrap()["id"], "x", "{status}");
+        let keys = keys.lock().unwrap();
+        assert!(keys.len() == 2 && keys[0] == keys[1], "{status}: {keys:?}");
+    }
+}
+
+#[tokio::test]
+async fn page_of_a_gateway_that_stays_names_the_key_and_no_wrong_address() {
+    let gone = |status: u16| async move { page(status) };
+    let routes = Router::new()
+        .route("/bad", post(move || gone(502)).get(move || gone(504)).delete(move || gone(504)))
+        .route("/html", post(move || gone(200)).get(move || gone(404)).delete(move || gone(403)))
+        .route("/ours", post(|| async { (StatusCode::BAD_GATEWAY, envelope("upstream_error")) }));
+    let api = api(routes).await;
+    let token = "a-token".to_owned().into();
+    let attempt = async |method: Method, path: &str, key: Option<&str>| {
+        let call = ApiCall { method, path, query: &[], body: None, key: key.map(str::to_owned) };
+        match api.attempt(&call, &token).await {
+            AttemptOutcome::Answer(answer) => panic!("{answer}"),
+            AttemptOutcome::Failed(failure) => (false, failure),
+            AttemptOutcome::Retry { failure, .. } => (true, failure),
+        }
+    };
+    for (method, path, key, is_retried, next) in [
+        (Method::POST, "/bad", Some("my-key"), true, "--idempotency-key my-key"),
+        (Method::POST, "/bad", None, false, "look"),
+        (Method::GET, "/bad", None, true, "Try again"),
+        // A second one would not find what the first one has removed.
+        (Method::DELETE, "/bad", None, false, "look"),
+        (Method::POST, "/ours", Some("my-key"), false, "--idempotency-key my-key"),
+        (Method::POST, "/html", Some("my-key"), false, "Check the address"),
+        (Method::GET, "/html", None, false, "Check the address"),
+        (Method::DELETE, "/html", None, false, "firewall"),
+    ] {
+        let (retried, failure) = attempt(method.clone(), path, key).await;
+        let shown = failure.to_string();
+        assert_eq!((retried, failure.exit_status), (is_retried, ExitStatus::Server), "{method} {path}: {shown}");
+        assert!(shown.contains(next), "{method} {path}: {shown}");
+        assert_eq!(shown.contains("address"), next.contains("address"), "{method} {path}: {shown}");
+    }
+}
+
+#[tokio::test]
+async fn file_is_asked_for_again_after_a_page_of_a_gateway_and_a_page_is_no_file() {
+    let asked = Arc::new(Mutex::new(0));
+    let counts = Arc::clone(&asked);
+    let statement = move || async move {
+        *counts.lock().unwrap() += 1;
+        if *counts.lock().unwrap() == 1 { page(502) } else { "a,b".into_response() }
+    };
+    let routes = Router::new().route("/statement", get(statement)).route("/portal", get(|| async { page(200) }));
+    let api = api(routes).await;
+    assert_eq!(api.open("/statement", "text/csv").await.unwrap().text().await.unwrap(), "a,b");
+    assert_eq!(*asked.lock().unwrap(), 2);
+    for failure in [api.open("/portal", "text/csv").await, api.stream("/portal", None).await].map(Result::unwrap_err) {
+        assert_eq!(failure.exit_status, ExitStatus::Server);
+        assert!(failure.next.as_deref().unwrap_or_default().contains("Check the address"), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn answer_with_a_byte_order_mark_is_read() {
+    let marked = || async { "\u{feff}{\"id\": \"x\"}" };
+    let api = api(Router::new().route("/things", get(marked))).await;
+    assert_eq!(api.get("/things", &[]).await.unwrap()["id"], "x");
 }
 
 #[tokio::test]
