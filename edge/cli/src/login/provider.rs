@@ -21,7 +21,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -314,19 +314,21 @@ impl Provider {
     /// Refreshes the access token of a login.
     pub(crate) async fn renew(&self, refresh_token: &SecretString) -> Result<Renewal, Failure> {
         let token = RefreshToken::new(refresh_token.expose_secret().to_owned());
-        let was_granted = AtomicBool::new(false);
-        let was_granted = &was_granted;
+        let status = AtomicU16::new(0);
+        let last_status = &status;
         let send = |request| async move {
             let answer = self.exchange(request, Repeats::WhereUnprocessed).await?;
-            was_granted.store(answer.status().is_success(), Ordering::Relaxed);
+            last_status.store(answer.status().as_u16(), Ordering::Relaxed);
             Ok::<_, HttpError>(answer)
         };
         match self.client.exchange_refresh_token(&token).request_async(&send).await {
             Ok(response) => Ok(Renewal::Granted(token_grant(response))),
             Err(error) => {
-                let is_refused = matches!(&error, RequestTokenError::ServerResponse(response) if *response.error() == BasicErrorResponseType::InvalidGrant);
+                let status = status.load(Ordering::Relaxed);
                 // An answer that grants tokens which cannot be read has spent it, too.
-                let is_spent = is_refused || was_granted.load(Ordering::Relaxed);
+                let was_granted = (200..300).contains(&status);
+                let is_spent = was_granted
+                    || matches!(&error, RequestTokenError::ServerResponse(response) if refuses_token(status, response.error()));
                 let failure = token_error(error);
                 if is_spent { Ok(Renewal::Spent(failure.next("Log in again: gpuctl login"))) } else { Err(failure) }
             }
@@ -344,6 +346,20 @@ impl Provider {
             return Ok(());
         }
         Err(Failure::new(ExitStatus::Server, format!("the identity provider answered {}", answer.status())))
+    }
+}
+
+/// Whether the provider refuses the refresh token itself, as some do with codes other than that of RFC 6749 (section 5.2): Dex and Zitadel
+/// with `invalid_request`. Refusals of the client are its operator's to mend, and leave the token as it is.
+fn refuses_token(status: u16, error: &BasicErrorResponseType) -> bool {
+    match error {
+        BasicErrorResponseType::InvalidGrant => true,
+        BasicErrorResponseType::InvalidRequest => (400..500).contains(&status),
+        BasicErrorResponseType::Extension(code) => code == "invalid_token" && (400..500).contains(&status),
+        BasicErrorResponseType::InvalidClient
+        | BasicErrorResponseType::InvalidScope
+        | BasicErrorResponseType::UnauthorizedClient
+        | BasicErrorResponseType::UnsupportedGrantType => false,
     }
 }
 

@@ -154,6 +154,13 @@ async fn spent_refresh_token_is_not_sent_again() {
         (200, json!({ "access_token": ["access-1"], "token_type": "Bearer" })),
         (400, json!({ "error": "invalid_grant" })),
         (200, json!({ "error": "invalid_grant" })),
+        // Dex and Zitadel, and a provider that takes it for an access token.
+        (
+            400,
+            json!({ "error": "invalid_request", "error_description": "Refresh token is invalid or has already been claimed by another client." }),
+        ),
+        (400, json!({ "error": "invalid_request", "error_description": "Errors.User.RefreshToken.Invalid" })),
+        (401, json!({ "error": "invalid_token" })),
     ] {
         let (provider, url) = ScriptedProvider::serve(Value::Null, [(status, body.to_string())]).await;
         let folder = tempfile::tempdir().unwrap();
