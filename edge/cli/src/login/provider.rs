@@ -7,7 +7,7 @@ use super::oauth_answer;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, BodyError, Trust};
 use crate::output::Output;
-use crate::retry_after;
+use crate::{retry_after, text_encoding};
 use chrono::{DateTime, TimeDelta, Utc};
 use oauth2::basic::{BasicClient, BasicErrorResponseType, BasicTokenResponse};
 use oauth2::{
@@ -83,12 +83,18 @@ enum Repeats {
     /// Where the provider has not processed it. A refresh token that is sent a second time can be taken for a stolen one (RFC 9700, section
     /// 4.14.2).
     WhereUnprocessed,
+    /// After the statuses of a busy server: a page is no passing fault where the address may be a wrong one.
+    WhereBusy,
 }
 
 impl Repeats {
     /// The pause that the provider asks for, and how long to send the request again; `None` where the outcome is final.
     fn after(self, outcome: &Result<HttpResponse, HttpError>) -> Option<(Option<Duration>, Duration)> {
         match outcome {
+            Ok(answer) if self == Self::WhereBusy => {
+                let repeats = http_client::is_passing(answer.status());
+                repeats.then(|| (retry_after::of(answer.headers()), RETRY_FOR))
+            }
             Ok(answer) if oauth_answer::is_passing_fault(answer) => {
                 // A proxy answers 503, too, where it has lost a request on its way; who names a time has refused it.
                 let is_unprocessed = answer.status() == StatusCode::TOO_MANY_REQUESTS
@@ -101,7 +107,8 @@ impl Repeats {
             // A certificate error is permanent.
             Err(error) if chain(error).contains("certificate") => None,
             Err(HttpError::Sent(error)) if error.is_connect() => Some((None, CONNECT_RETRY_FOR)),
-            Err(_) => (self == Self::Always).then_some((None, RETRY_FOR)),
+            Err(HttpError::Read(BodyError::TooLong(_))) => None,
+            Err(_) => (self != Self::WhereUnprocessed).then_some((None, RETRY_FOR)),
         }
     }
 }
@@ -115,16 +122,16 @@ pub(crate) async fn discover(issuer: &str, ca_bundle: Option<&Path>) -> Result<(
         Failure::new(ExitStatus::Network, format!("the identity provider {issuer} cannot be reached: {cause}"))
             .next("Check --issuer (or SVC_OIDC_ISSUER) and the network.")
     };
-    let answer = http.get(&url).send().await.map_err(|error| unreached(&chain(&error)))?;
-    let status = answer.status();
-    let body = http_client::body(answer, MAX_ANSWER_BYTES).await.map_err(|error| unreached(&chain(&error)))?;
     let no_provider = |why: String| {
         Failure::usage(format!("{url} is no description of an identity provider: {why}"))
             .next("Give the issuer exactly as the service's operator names it: --issuer")
     };
-    if !status.is_success() {
-        return Err(no_provider(format!("it answers {status}")));
-    }
+    let body = match document(&http, &url).await {
+        Ok(body) => body,
+        Err(DocumentError::Unreached(why)) => return Err(unreached(&why)),
+        Err(DocumentError::Busy(status)) => return Err(busy(&format!("the identity provider {issuer}"), status)),
+        Err(DocumentError::Other(why)) => return Err(no_provider(why)),
+    };
     let found: ProviderMetadata = serde_json::from_slice(&body).map_err(|error| no_provider(error.to_string()))?;
     // Metadata of another issuer is refused (section 4.3).
     if found.issuer.trim_end_matches('/') != issuer {
@@ -135,6 +142,36 @@ pub(crate) async fn discover(issuer: &str, ca_bundle: Option<&Path>) -> Result<(
         http_client::address(endpoint)?;
     }
     Ok((http, found))
+}
+
+/// Why there is no document at an address.
+pub(super) enum DocumentError {
+    Unreached(String),
+    /// The last status of a server that is overloaded or being restarted.
+    Busy(StatusCode),
+    /// What is there is another thing.
+    Other(String),
+}
+
+/// Reads a document of an address that the user may have mistyped: it is asked for again after the statuses of a server that is being
+/// restarted, and not after pages.
+pub(super) async fn document(http: &Client, url: &str) -> Result<Vec<u8>, DocumentError> {
+    let answer = match repeated(Repeats::WhereBusy, || answer_to(http.get(url))).await {
+        Ok(answer) => answer,
+        Err(HttpError::Read(error @ BodyError::TooLong(_))) => return Err(DocumentError::Other(error.to_string())),
+        Err(error) => return Err(DocumentError::Unreached(chain(&error))),
+    };
+    match answer.status() {
+        status if status.is_success() => Ok(text_encoding::without_mark(answer.body()).to_vec()),
+        status if http_client::is_passing(status) => Err(DocumentError::Busy(status)),
+        status => Err(DocumentError::Other(format!("it answers {status}"))),
+    }
+}
+
+/// The failure of a server that is overloaded, or being restarted.
+pub(super) fn busy(server: &str, status: StatusCode) -> Failure {
+    let message = format!("{server} is overloaded, or being restarted: it answered {status}");
+    Failure::new(ExitStatus::Server, message).next("Try again in a moment.")
 }
 
 pub(crate) fn http(url: &str, ca_bundle: Option<&Path>) -> Result<Client, Failure> {

@@ -1,5 +1,6 @@
 //! Discovery of the service's identity provider: OAuth 2.0 Protected Resource Metadata (RFC 9728).
 
+use super::provider::{self, DocumentError};
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, Trust};
 use reqwest::Url;
@@ -9,8 +10,6 @@ use std::time::Duration;
 
 const PATH: &str = "/.well-known/oauth-protected-resource";
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
-/// The longest metadata document that is read.
-const MAX_METADATA_BYTES: usize = 64 * 1024;
 /// The client of `gpuctl` where the server names none.
 const DEFAULT_CLIENT: &str = "gpuctl";
 
@@ -47,19 +46,20 @@ pub(crate) async fn discover(
         }
     };
     let url = format!("{}{PATH}", server.as_str().trim_end_matches('/'));
-    let answer = http.get(&url).send().await.map_err(|error| unreached(chain(&error)))?;
-    let status = answer.status();
     if let Some(issuer) = issuer {
+        http.get(&url).send().await.map_err(|error| unreached(chain(&error)))?;
         return Ok(Resource { issuer, client_id: DEFAULT_CLIENT.to_owned() });
     }
-    let body = http_client::body(answer, MAX_METADATA_BYTES).await.map_err(|error| unreached(chain(&error)))?;
     let other = |why: String| {
         Failure::usage(format!("{server} is no server of this service: {why}"))
             .next("Check --server (or SVC_BASE_URL).")
     };
-    if !status.is_success() {
-        return Err(other(format!("it answers {status} where it would say how to log in")));
-    }
+    let body = match provider::document(&http, &url).await {
+        Ok(body) => body,
+        Err(DocumentError::Unreached(why)) => return Err(unreached(why)),
+        Err(DocumentError::Busy(status)) => return Err(provider::busy(server.as_str(), status)),
+        Err(DocumentError::Other(why)) => return Err(other(format!("{why} where it would say how to log in"))),
+    };
     let metadata = serde_json::from_slice(&body).map_err(|_| other("it does not say how to log in".to_owned()))?;
     read(metadata, server).map_err(other)
 }

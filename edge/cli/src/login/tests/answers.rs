@@ -190,3 +190,65 @@ async fn refresh_token_is_sent_again_only_where_the_provider_has_not_processed_i
         }
     }
 }
+
+/// A server whose documents have these answers, the last one again and again.
+async fn documents(answers: impl IntoIterator<Item = Scripted>) -> String {
+    let answers: Arc<StdMutex<VecDeque<Scripted>>> = Arc::new(StdMutex::new(answers.into_iter().collect()));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let server = url.clone();
+    let answer = move || async move {
+        let mut answers = answers.lock().unwrap();
+        let (status, body) = if answers.len() > 1 { answers.pop_front().unwrap() } else { answers[0].clone() };
+        (StatusCode::from_u16(status).unwrap(), body.replace("SERVER", &server))
+    };
+    tokio::spawn(async move { axum::serve(listener, Router::new().fallback(get(answer))).await });
+    url
+}
+
+/// The description of a provider, and of a server of this service.
+const DESCRIPTION: &str = r#"{"issuer": "SERVER", "token_endpoint": "SERVER/token", "resource": "SERVER", "authorization_servers": ["SERVER"]}"#;
+
+async fn discovered(url: &str) -> [Result<(), Failure>; 2] {
+    let server = http_client::address(url).unwrap();
+    let resource = provider_discovery::discover(&server, None, None);
+    let (resource, metadata) = tokio::join!(resource, discover(url, None));
+    [resource.map(drop), metadata.map(drop)]
+}
+
+#[tokio::test]
+async fn descriptions_are_asked_for_again_while_their_servers_restart() {
+    for (status, body) in [(502, HTML), (503, ""), (504, HTML), (429, "{}")] {
+        let again = (status, body.to_owned());
+        let url = documents([again.clone(), again, (200, DESCRIPTION.to_owned())]).await;
+        for result in discovered(&url).await {
+            result.unwrap_or_else(|failure| panic!("{status}: {failure}"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn server_that_stays_away_is_no_mistake_in_the_address() {
+    let url = documents([(503, HTML.to_owned())]).await;
+    for failure in discovered(&url).await.map(Result::unwrap_err) {
+        let next = failure.next.clone().unwrap_or_default();
+        assert!(failure.exit_status == ExitStatus::Server && next.contains("Try again"), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn description_with_a_byte_order_mark_is_read_and_a_page_is_refused_at_once() {
+    let url = documents([(200, format!("\u{feff}{DESCRIPTION}"))]).await;
+    for result in discovered(&url).await {
+        result.unwrap();
+    }
+    for (status, body) in [(200, HTML.to_owned()), (404, HTML.to_owned()), (200, "x".repeat(600_000))] {
+        let began = std::time::Instant::now();
+        let url = documents([(status, body)]).await;
+        for failure in discovered(&url).await.map(Result::unwrap_err) {
+            let next = failure.next.clone().unwrap_or_default();
+            assert!(failure.exit_status == ExitStatus::Usage && next.contains("--"), "{status}: {failure}");
+        }
+        assert!(began.elapsed() < Duration::from_secs(5), "{status}: {:?}", began.elapsed());
+    }
+}
