@@ -1,6 +1,7 @@
 //! Answers of OAuth endpoints as providers write them, brought into the form of RFC 6749 (section 5) and RFC 8628 (section 3.2), which is
 //! the one that the library reads: what a person has approved is not lost to a number that is written as a string.
 
+use crate::{http_client, text_encoding};
 use oauth2::HttpResponse;
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_TYPE, HeaderValue};
@@ -66,8 +67,7 @@ pub(super) fn normalized(answer: HttpResponse) -> HttpResponse {
 
 /// The fields of an answer; `None` where it is no JSON object.
 pub(super) fn fields_of(body: &[u8]) -> Option<Map<String, Value>> {
-    let text = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
-    serde_json::from_slice(text).ok()
+    serde_json::from_slice(text_encoding::without_mark(body)).ok()
 }
 
 /// Seconds as providers write them: a number, with or without a fraction, or either of them as a string.
@@ -85,7 +85,7 @@ pub(super) fn seconds(value: &Value) -> Option<u64> {
 }
 
 /// Whether the same request may succeed in a moment: the answer is that of a server that is overloaded or being restarted, or no answer of
-/// a token endpoint at all, as a page of maintenance is.
+/// a token endpoint at all, as a page of maintenance is, or the 404 of a proxy whose server is being replaced.
 pub(super) fn is_passing_fault(answer: &HttpResponse) -> bool {
     let fields = fields_of(answer.body());
     let error = fields.as_ref().and_then(|fields| fields.get("error")?.as_str());
@@ -93,10 +93,18 @@ pub(super) fn is_passing_fault(answer: &HttpResponse) -> bool {
         return false;
     }
     let status = answer.status();
-    let is_busy = status.is_server_error()
-        || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY);
     let is_temporary = matches!(error, Some("temporarily_unavailable" | "server_error"));
-    is_busy || is_temporary || (status.is_success() && fields.is_none())
+    let is_page = fields.is_none() && (status.is_success() || status == StatusCode::NOT_FOUND);
+    http_client::is_passing(status) || is_temporary || is_page
+}
+
+/// Whether the answer is one of a token endpoint: a grant, or a refusal with its code. Others are pages and documents of proxies, of
+/// firewalls, and of servers that are being replaced; some write the name of the status as the error.
+pub(super) fn is_of_token_endpoint(answer: &HttpResponse) -> bool {
+    let Some(fields) = fields_of(answer.body()) else { return false };
+    let status = answer.status();
+    let is_code = |error: &str| Some(error) != status.canonical_reason();
+    status.is_success() || fields.get("error").and_then(Value::as_str).is_some_and(is_code)
 }
 
 /// `verification_url` is the name in the drafts of RFC 8628, which some providers have never changed.
@@ -231,11 +239,31 @@ mod tests {
             (500, r#"{"error": "invalid_grant"}"#, false),
             (400, r#"{"error": "authorization_pending"}"#, false),
             (403, html, false),
-            (404, html, false),
+            (404, html, true),
+            (404, "default backend - 404", true),
+            (404, r#"{"error": "Not Found"}"#, false),
             (401, "", false),
             (200, r#"{"access_token": "a"}"#, false),
         ] {
             assert_eq!(is_passing_fault(&answer(status, body)), passes, "{status} {body}");
+        }
+    }
+
+    #[test]
+    fn answers_of_firewalls_and_proxies_are_none_of_a_token_endpoint() {
+        for (status, body, is_one) in [
+            (400, r#"{"error": "authorization_pending"}"#, true),
+            (400, r#"{"error": "authorization_declined", "error_codes": [70016]}"#, true),
+            (403, r#"{"error": "invalid_grant"}"#, true),
+            (200, r#"{"access_token": "a"}"#, true),
+            (403, "<html>Request blocked</html>", false),
+            (404, "404 page not found", false),
+            (302, "", false),
+            (403, r#"{"message": "Forbidden"}"#, false),
+            (404, r#"{"status": 404, "error": "Not Found", "path": "/token"}"#, false),
+            (403, r#"{"error": {"code": 403, "status": "PERMISSION_DENIED"}}"#, false),
+        ] {
+            assert_eq!(is_of_token_endpoint(&answer(status, body)), is_one, "{status} {body}");
         }
     }
 }

@@ -21,7 +21,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -229,14 +229,20 @@ impl Provider {
         if oauth_answer::is_passing_fault(&answer) {
             return Err(HttpError::Busy(answer.status()));
         }
+        if !oauth_answer::is_of_token_endpoint(&answer) {
+            return Err(HttpError::Foreign(answer.status()));
+        }
         Ok(answer)
     }
 
     /// One poll of the device grant. After a passing fault the library polls again, as after a lost connection: the user may have approved
-    /// the login.
-    async fn poll(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+    /// the login. So it does after each answer that is none of a token endpoint, as a firewall's, until the code ends.
+    async fn poll(&self, request: HttpRequest, out: Output, noticed: &AtomicBool) -> Result<HttpResponse, HttpError> {
         let answer = self.send(request).await?;
-        if oauth_answer::is_passing_fault(&answer) {
+        if oauth_answer::is_passing_fault(&answer) || !oauth_answer::is_of_token_endpoint(&answer) {
+            if !noticed.swap(true, Ordering::Relaxed) {
+                out.notice(&format!("The identity provider answered {}; still waiting.", answer.status()));
+            }
             tokio::time::sleep(retry_after::of(answer.headers()).unwrap_or_default().min(RETRY_FOR)).await;
             return Err(HttpError::Busy(answer.status()));
         }
@@ -278,7 +284,8 @@ impl Provider {
         }
         let request = request.set_max_backoff_interval(LONGEST_POLL_PAUSE.max(device_authorization.interval()));
         let timeout = LOGIN_TIMEOUT.min(device_authorization.expires_in());
-        let poll = |request| self.poll(request);
+        let noticed = AtomicBool::new(false);
+        let poll = |request| self.poll(request, out, &noticed);
         let grant = request.request_async(&poll, tokio::time::sleep, Some(timeout)).await;
         grant.map(token_grant).map_err(token_error)
     }
@@ -408,6 +415,9 @@ enum HttpError {
     Read(BodyError),
     #[error("it answered {0}")]
     Busy(StatusCode),
+    /// The answer is none of a token endpoint.
+    #[error("it answered {0}")]
+    Foreign(StatusCode),
 }
 
 async fn answer_to(request: RequestBuilder) -> Result<HttpResponse, HttpError> {
@@ -461,11 +471,12 @@ fn token_error<T: ErrorResponse + std::fmt::Display + 'static>(error: RequestTok
             Failure::new(ExitStatus::LoggedOut, format!("the identity provider refuses: {error_response}"))
                 .next("Log in: gpuctl login")
         }
-        RequestTokenError::Request(HttpError::Busy(status)) => Failure::new(
+        RequestTokenError::Request(HttpError::Busy(status)) => busy("the identity provider", status),
+        RequestTokenError::Request(HttpError::Foreign(status)) => Failure::new(
             ExitStatus::Server,
-            format!("the identity provider answered {status} for {} s", RETRY_FOR.as_secs()),
+            format!("a proxy or a firewall before the identity provider answered {status} in its place"),
         )
-        .next("Try again in a moment."),
+        .next("Try again. Where it stays so, ask the operator of the service or of your network."),
         RequestTokenError::Request(error) => Failure::network("the identity provider cannot be reached", error),
         // The response may contain tokens, and is not shown.
         RequestTokenError::Parse(..) => {

@@ -105,6 +105,11 @@ async fn faults_between_device_polls_do_not_end_the_login() {
         (429, "{}".to_owned()),
         (500, json!({ "status": 500, "error": "Internal Server Error" }).to_string()),
         (200, HTML.to_owned()),
+        (403, HTML.to_owned()),
+        (404, "default backend - 404".to_owned()),
+        (302, String::new()),
+        (403, json!({ "message": "Forbidden" }).to_string()),
+        (404, json!({ "status": 404, "error": "Not Found", "path": "/token" }).to_string()),
     ];
     let logins = faults.into_iter().map(|fault| async move {
         let answers = [pending(), fault.clone(), (200, grants()[0].to_string())];
@@ -118,18 +123,31 @@ async fn faults_between_device_polls_do_not_end_the_login() {
 
 #[tokio::test]
 async fn device_login_that_the_user_denies_ends_at_once() {
-    let denied = (400, json!({ "error": "access_denied", "error_description": null }).to_string());
-    let (provider, url) = ScriptedProvider::serve(device(json!(1)), [denied]).await;
-    let failure = client(&url).by_device(&format!("{url}/device"), OUT).await.err().unwrap();
-    assert_eq!((failure.exit_status, provider.sent("the-device")), (ExitStatus::LoggedOut, 1), "{failure}");
+    // Entra ID has a code of its own.
+    for code in ["access_denied", "authorization_declined"] {
+        let denied = (400, json!({ "error": code, "error_description": null }).to_string());
+        let (provider, url) = ScriptedProvider::serve(device(json!(1)), [denied]).await;
+        let failure = client(&url).by_device(&format!("{url}/device"), OUT).await.err().unwrap();
+        assert_eq!((failure.exit_status, provider.sent("the-device")), (ExitStatus::LoggedOut, 1), "{failure}");
+    }
 }
 
 #[tokio::test]
 async fn login_by_password_is_sent_again_after_a_passing_fault() {
-    let answers = [(502, HTML.to_owned()), (200, grants()[0].to_string())];
-    let (provider, url) = ScriptedProvider::serve(Value::Null, answers).await;
-    client(&url).by_password("ann", &"secret".to_owned().into()).await.unwrap();
-    assert_eq!(provider.sent("grant_type=password"), 2);
+    for status in [502, 404] {
+        let answers = [(status, HTML.to_owned()), (200, grants()[0].to_string())];
+        let (provider, url) = ScriptedProvider::serve(Value::Null, answers).await;
+        client(&url).by_password("ann", &"secret".to_owned().into()).await.unwrap();
+        assert_eq!(provider.sent("grant_type=password"), 2, "{status}");
+    }
+}
+
+#[tokio::test]
+async fn page_of_a_firewall_in_place_of_the_provider_is_named_with_its_status() {
+    let (provider, url) = ScriptedProvider::serve(Value::Null, [(403, HTML.to_owned())]).await;
+    let failure = client(&url).by_password("ann", &"secret".to_owned().into()).await.err().unwrap();
+    assert_eq!((failure.exit_status, provider.sent("grant_type=password")), (ExitStatus::Server, 1), "{failure}");
+    assert!(failure.message.contains("firewall") && failure.message.contains("403"), "{failure}");
 }
 
 #[tokio::test]
@@ -171,6 +189,33 @@ async fn spent_refresh_token_is_not_sent_again() {
             assert!(failure.next.as_deref().unwrap_or_default().contains("gpuctl login"), "{body}: {failure}");
         }
         assert_eq!(provider.sent("refresh-0"), 1, "{body}");
+    }
+}
+
+#[tokio::test]
+async fn refresh_token_outlives_a_refusal_of_its_client_and_a_page_of_a_proxy() {
+    for (status, body) in [
+        (401, json!({ "error": "invalid_client" }).to_string()),
+        (400, json!({ "error": "unauthorized_client" }).to_string()),
+        (400, json!({ "error": "unsupported_grant_type" }).to_string()),
+        (500, json!({ "error": "invalid_request" }).to_string()),
+        (403, HTML.to_owned()),
+        (404, HTML.to_owned()),
+    ] {
+        let answers = [(status, body.clone()), (200, grants()[0].to_string())];
+        let (provider, url) = ScriptedProvider::serve(Value::Null, answers).await;
+        let folder = tempfile::tempdir().unwrap();
+        let (store, login) = stored_session(folder.path(), &url, -5);
+        let failure = Session::stored(store.clone(), login, OUT).token().await.unwrap_err();
+        assert_eq!(provider.sent("refresh-0"), 1, "{body}: {failure}");
+        if !body.starts_with('{') {
+            assert!(
+                failure.exit_status == ExitStatus::Server && failure.message.contains(&status.to_string()),
+                "{failure}"
+            );
+        }
+        let session = Session::stored(store.clone(), store.read().unwrap().unwrap(), OUT);
+        assert_eq!(session.token().await.unwrap().expose_secret(), "access-1", "{body}");
     }
 }
 
