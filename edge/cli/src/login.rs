@@ -6,14 +6,14 @@ mod oauth_answer;
 pub(crate) mod provider;
 mod provider_discovery;
 
-use crate::failure::{ExitStatus, Failure};
+use crate::failure::{ExitStatus, Failure, with_profile};
 use crate::output::{Column, Output};
 use crate::{Connection, http_client, variable};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
 use login_store::{Login, Store};
-use provider::{ClientConfig, Provider, ProviderMetadata, Renewal, TokenGrant, discover};
+use provider::{ClientConfig, Prompt, Provider, ProviderMetadata, Renewal, TokenGrant, discover};
 use provider_discovery::Resource;
 use reqwest::Url;
 use secrecy::{ExposeSecret as _, SecretString};
@@ -72,7 +72,7 @@ pub(crate) struct LoginArgs {
     #[arg(long, value_name = "SECRET")]
     client_secret: Option<SecretString>,
     /// A scope to request; may be given again.
-    #[arg(long = "scope", value_name = "SCOPE", default_values = ["openid", "offline_access"])]
+    #[arg(long = "scope", value_name = "SCOPE", default_values = ["openid", OFFLINE_ACCESS])]
     scopes: Vec<String>,
     /// The resource that the tokens are for, where the provider requires it (RFC 8707).
     #[arg(long, value_name = "URI")]
@@ -86,6 +86,9 @@ pub(crate) struct LoginArgs {
     /// Show the browser's address, and open none.
     #[arg(long)]
     no_open: bool,
+    /// What the provider asks you for in the browser: `consent` where it renews a login only then.
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["device", "username"])]
+    prompt: Option<Prompt>,
     /// With a password, as this user: at a development provider.
     #[arg(long, value_name = "NAME")]
     username: Option<String>,
@@ -93,7 +96,7 @@ pub(crate) struct LoginArgs {
     #[arg(long, requires = "username")]
     password_stdin: bool,
     /// As a service account: the client id that `service-accounts add-key` printed. Its secret is asked for, or --client-secret.
-    #[arg(long, value_name = "CLIENT-ID", conflicts_with_all = ["issuer", "client_id", "device", "browser", "username"])]
+    #[arg(long, value_name = "CLIENT-ID", conflicts_with_all = ["issuer", "client_id", "device", "browser", "prompt", "username"])]
     service_account: Option<String>,
     /// Read the service account's secret from standard input and not from the terminal.
     #[arg(long, requires = "service_account")]
@@ -142,16 +145,23 @@ async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> R
         resource: args.resource.clone(),
     };
     let provider = Provider::new(http, &found.token_endpoint, config)?;
-    let granted = match args.login_method(&found)? {
+    let method = args.login_method(&found)?;
+    let without_renewal = args.notice_without_renewal(&method);
+    let granted = match method {
         LoginMethod::Password(username) => {
             provider.by_password(&username, &secret("Password: ", args.password_stdin, PASSWORD_STDIN)?).await?
         }
         LoginMethod::Device(endpoint) => provider.by_device(&endpoint, connection.out).await?,
         LoginMethod::Browser(endpoint) => {
-            provider.by_browser(&endpoint, &issuer, !args.no_open, connection.out).await?
+            provider.by_browser(&endpoint, &issuer, args.prompt, !args.no_open, connection.out).await?
         }
     };
     let TokenGrant { access_token, refresh_token, expires_at } = granted;
+    if refresh_token.is_none()
+        && let Some(notice) = without_renewal
+    {
+        connection.out.notice(&with_profile(notice, connection.store.profile()));
+    }
     Ok(Login {
         server: server.to_string(),
         ca_bundle,
@@ -205,6 +215,23 @@ async fn as_service_account(
 }
 
 impl LoginArgs {
+    /// What to say where the provider gives no refresh token although one was asked for. A password at a development provider brings none.
+    fn notice_without_renewal(&self, method: &LoginMethod) -> Option<&'static str> {
+        let is_asked_for = self.scopes.iter().any(|scope| scope == OFFLINE_ACCESS);
+        match method {
+            LoginMethod::Password(_) => None,
+            _ if !is_asked_for => None,
+            LoginMethod::Browser(_) if self.prompt != Some(Prompt::Consent) => Some(
+                "The identity provider gave no refresh token, so this login is not renewed. Some providers give one only where they ask for your \
+                 consent: gpuctl login --prompt consent",
+            ),
+            LoginMethod::Browser(_) | LoginMethod::Device(_) => Some(
+                "The identity provider gave no refresh token, so this login is not renewed: log in again when it has ended. The service's operator \
+                 can let the provider give one.",
+            ),
+        }
+    }
+
     fn login_method(&self, found: &ProviderMetadata) -> Result<LoginMethod, Failure> {
         let lacks = |what: &str| Failure::usage(format!("this identity provider offers no {what}"));
         if let Some(username) = &self.username {
@@ -229,6 +256,9 @@ impl LoginArgs {
         })
     }
 }
+
+/// The scope by which providers issue refresh tokens (OpenID Connect Core 1.0, section 11).
+const OFFLINE_ACCESS: &str = "offline_access";
 
 fn has_display() -> bool {
     cfg!(target_os = "macos") || ["DISPLAY", "WAYLAND_DISPLAY"].iter().any(|name| std::env::var_os(name).is_some())

@@ -61,6 +61,22 @@ pub(crate) struct ClientConfig {
     pub(crate) resource: Option<String>,
 }
 
+/// What the provider asks the user for (OpenID Connect Core 1.0, section 3.1.2.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, strum::IntoStaticStr)]
+#[value(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
+pub(crate) enum Prompt {
+    Login,
+    Consent,
+    SelectAccount,
+}
+
+impl Prompt {
+    fn name(self) -> &'static str {
+        self.into()
+    }
+}
+
 /// The tokens that a provider issued.
 pub(crate) struct TokenGrant {
     pub(crate) access_token: SecretString,
@@ -216,6 +232,12 @@ impl Provider {
         self.config.resource.clone().into_iter().map(|resource| ("resource", resource))
     }
 
+    /// The parameters of an authorization request beside those of RFC 6749. Without being asked to, none asks for the user's consent:
+    /// where an administrator has given it for all, a provider that is asked for it refuses its users.
+    fn authorization_parameters(&self, prompt: Option<Prompt>) -> Vec<(&'static str, String)> {
+        prompt.map(|prompt| ("prompt", prompt.name().to_owned())).into_iter().chain(self.resource()).collect()
+    }
+
     /// The answer to a request of the library, in the form that it reads.
     async fn send(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let (head, body) = request.into_parts();
@@ -295,6 +317,7 @@ impl Provider {
         &self,
         endpoint: &str,
         issuer: &str,
+        prompt: Option<Prompt>,
         opens: bool,
         out: Output,
     ) -> Result<TokenGrant, Failure> {
@@ -303,16 +326,13 @@ impl Provider {
         let authorization = AuthUrl::new(endpoint.to_owned()).map_err(malformed)?;
         let client = self.client.clone().set_auth_uri(authorization).set_redirect_uri(back);
         let (challenge, verifier) = PkceCodeChallenge::new_random_sha256();
-        let mut request =
+        let request =
             client.authorize_url(CsrfToken::new_random).add_scopes(self.scopes()).set_pkce_challenge(challenge);
-        // Without it no provider issues a refresh token (OpenID Connect Core, section 11).
-        if self.config.scopes.iter().any(|scope| scope == "offline_access") {
-            request = request.add_extra_param("prompt", "consent");
-        }
-        for (name, value) in self.resource() {
-            request = request.add_extra_param(name, value);
-        }
-        let (url, state) = request.url();
+        let (url, state) = self
+            .authorization_parameters(prompt)
+            .into_iter()
+            .fold(request, |request, (name, value)| request.add_extra_param(name, value))
+            .url();
         let is_open = opens && open::that_detached(url.as_str()).is_ok();
         out.instruction(&format!("Log in with your browser: {url}"), is_open);
         if opens && !is_open {
@@ -484,6 +504,29 @@ fn token_error<T: ErrorResponse + std::fmt::Display + 'static>(error: RequestTok
         }
         RequestTokenError::Other(why) => {
             Failure::new(ExitStatus::LoggedOut, format!("the log-in did not end well: {why}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_consent_is_asked_for_unless_the_user_says_so() {
+        let config = ClientConfig {
+            client_id: "gpuctl".to_owned(),
+            client_secret: None,
+            scopes: vec!["openid".to_owned(), "offline_access".to_owned()],
+            resource: Some("https://gpu.example".to_owned()),
+        };
+        let provider = Provider::new(Client::new(), "https://id.example/token", config).unwrap();
+        let resource = || ("resource", "https://gpu.example".to_owned());
+        assert_eq!(provider.authorization_parameters(None), [resource()]);
+        for (prompt, name) in
+            [(Prompt::Consent, "consent"), (Prompt::Login, "login"), (Prompt::SelectAccount, "select_account")]
+        {
+            assert_eq!(provider.authorization_parameters(Some(prompt)), [("prompt", name.to_owned()), resource()]);
         }
     }
 }

@@ -212,3 +212,26 @@ async fn service_account_logs_in_with_its_key_and_renews_its_token() {
     api(&store, &login).get("/api/v1/things", &[]).await.unwrap();
     assert_eq!(issuer.renewed(), 2);
 }
+
+fn login_args(options: &[&str]) -> Result<LoginArgs, clap::Error> {
+    let line = [&["gpuctl", "login"], options].concat();
+    let arguments = <crate::Arguments as clap::Parser>::try_parse_from(line)?;
+    let crate::Command::Login(args) = arguments.command else { panic!("another command") };
+    Ok(args)
+}
+
+#[test]
+fn login_without_a_refresh_token_says_how_to_get_one() {
+    let notice = |options: &[&str], method: LoginMethod| login_args(options).unwrap().notice_without_renewal(&method);
+    let browser = || LoginMethod::Browser("https://id.example/authorize".to_owned());
+    let device = LoginMethod::Device("https://id.example/device".to_owned());
+    assert!(notice(&[], browser()).unwrap().contains("gpuctl login --prompt consent"));
+    for (options, method) in [(&["--prompt", "consent"][..], browser()), (&[], device)] {
+        let notice = notice(options, method).unwrap();
+        assert!(notice.contains("operator") && !notice.contains("--prompt"), "{notice}");
+    }
+    // Nobody asked for one.
+    assert_eq!(notice(&["--scope", "openid"], browser()), None);
+    assert_eq!(notice(&[], LoginMethod::Password("ann".to_owned())), None);
+    assert!(login_args(&["--prompt", "none"]).is_err() && login_args(&["--prompt", "consent", "--device"]).is_err());
+}
