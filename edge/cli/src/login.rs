@@ -8,7 +8,7 @@ mod provider_discovery;
 
 use crate::failure::{ExitStatus, Failure, with_profile};
 use crate::output::{Column, Output};
-use crate::{Connection, http_client, variable};
+use crate::{Connection, http_client, text_encoding, variable};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
@@ -271,10 +271,7 @@ const SECRET_STDIN: &str = "--secret-stdin";
 /// Reads a secret: a line of standard input, or from the terminal without echo.
 fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, Failure> {
     if from_stdin {
-        let mut line = String::new();
-        let read = io::stdin().lock().take(MAX_PASSWORD_BYTES).read_line(&mut line);
-        read.map_err(|error| Failure::usage(format!("nothing can be read from standard input: {error}")))?;
-        return Ok(line.trim_end_matches(['\n', '\r']).to_owned().into());
+        return secret_of(io::stdin().lock(), option);
     }
     if !io::stdin().is_terminal() {
         return Err(Failure::usage("there is no terminal to ask for the secret in")
@@ -282,6 +279,25 @@ fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, 
     }
     let asked = rpassword::prompt_password(prompt);
     asked.map(SecretString::from).map_err(|error| Failure::usage(format!("nothing can be read: {error}")))
+}
+
+/// The secret in the first line.
+fn secret_of(lines: impl io::BufRead, option: &str) -> Result<SecretString, Failure> {
+    let next = format!("Write it as one line to standard input, which {option} reads.");
+    let unread = |why: &str| Failure::usage(format!("no secret can be read from standard input: {why}")).next(&next);
+    let mut line = Vec::new();
+    let read = lines.take(MAX_PASSWORD_BYTES + 1).read_until(b'\n', &mut line);
+    read.map_err(|error| unread(&error.to_string()))?;
+    if line.len() as u64 > MAX_PASSWORD_BYTES {
+        return Err(unread(&format!("its first line is over {MAX_PASSWORD_BYTES} bytes")));
+    }
+    let text = text_encoding::decoded(line).ok_or_else(|| unread("it is no text in UTF-8"))?;
+    match text.trim_end_matches(['\n', '\r']) {
+        "" => Err(unread("its first line is empty")),
+        // Of UTF-16 a line is half of a character too short.
+        secret if secret.contains('\0') => Err(unread("it is no text in UTF-8")),
+        secret => Ok(secret.to_owned().into()),
+    }
 }
 
 pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {

@@ -7,6 +7,7 @@ use crate::failure::Failure;
 use crate::output::Column;
 use crate::printable::{cell, plain};
 use crate::resource_ref::{Ref, SSH_KEY, items};
+use crate::text_encoding;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{self, Read};
@@ -162,27 +163,36 @@ fn name_in_list(key: &Value) -> String {
 pub(crate) fn public_key(file: &Path) -> Result<String, Failure> {
     let wrong = |why: String| Failure::usage(format!("{}: {why}", file.display()));
     let unread = |error: io::Error| wrong(error.to_string());
-    let mut text = String::new();
+    let mut bytes = Vec::new();
     let source: Box<dyn Read> = match file.to_str() {
         Some("-") => Box::new(io::stdin().lock()),
         _ => Box::new(File::open(file).map_err(unread)?),
     };
-    source.take(MAX_KEY_FILE_BYTES + 1).read_to_string(&mut text).map_err(unread)?;
-    // PuTTY's own file holds the private key.
-    if text.contains("PRIVATE KEY") || text.contains("PuTTY-User-Key-File-") {
+    source.take(MAX_KEY_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(unread)?;
+    let is_too_long = bytes.len() as u64 > MAX_KEY_FILE_BYTES;
+    if is_private_key(&bytes) {
         return Err(wrong(
             "this is a private key, which is never sent anywhere; give the file that ends in .pub".into(),
         ));
     }
-    // Some editors put the mark of the encoding before the text.
-    let key = text.trim_start_matches('\u{feff}').trim();
+    let no_key = || wrong("this is not one public key in OpenSSH's form; give the file that ends in .pub".to_owned());
+    let text = text_encoding::decoded(bytes).ok_or_else(no_key)?;
+    let key = text.trim();
     // A block of RFC 4716, as PuTTYgen saves it, is read by the service.
     let is_block =
         key.starts_with("---- BEGIN SSH2 PUBLIC KEY ----") && key.matches("---- END SSH2 PUBLIC KEY ----").count() == 1;
-    if text.len() as u64 > MAX_KEY_FILE_BYTES || (key.lines().count() != 1 && !is_block) {
-        return Err(wrong("this is not one public key in OpenSSH's form".to_owned()));
+    // A zero is that of an encoding without its mark.
+    if is_too_long || key.contains('\0') || (key.lines().count() != 1 && !is_block) {
+        return Err(no_key());
     }
     Ok(key.to_owned())
+}
+
+/// Whether the file holds a private key, in whatever encoding: as text, or in PuTTY's own form.
+fn is_private_key(bytes: &[u8]) -> bool {
+    let ascii: Vec<u8> = bytes.iter().copied().filter(|byte| *byte != 0).collect();
+    let text = String::from_utf8_lossy(&ascii);
+    text.contains("PRIVATE KEY") || text.contains("PuTTY-User-Key-File-")
 }
 
 /// The comment after the key's type and its body; none of a block, whose first line is no key.
@@ -217,15 +227,40 @@ mod tests {
     #[test]
     fn one_public_key_is_read_and_a_private_one_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let file = |content: &str| {
+        let of_bytes = |content: &[u8]| {
             let path = folder.path().join("key");
             std::fs::write(&path, content).unwrap();
             public_key(&path)
         };
+        let file = |content: &str| of_bytes(content.as_bytes());
+        // As PowerShell and Notepad write it.
+        let utf_16 = |content: &str| content.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<u8>>();
+        let big_endian = |content: &str| content.encode_utf16().flat_map(u16::to_be_bytes).collect::<Vec<u8>>();
         let key = file("ssh-ed25519 AAAA ann at work\n").unwrap();
         assert_eq!(comment(&key).as_deref(), Some("ann at work"));
         assert_eq!(comment("ssh-ed25519 AAAA"), None);
         assert_eq!(file("\u{feff}ssh-ed25519 AAAA\r\n").unwrap(), "ssh-ed25519 AAAA");
+        let windows = "\u{feff}ssh-ed25519 AAAA ann\r\n";
+        assert_eq!(of_bytes(&utf_16(windows)).unwrap(), "ssh-ed25519 AAAA ann");
+        assert_eq!(of_bytes(&big_endian(windows)).unwrap(), "ssh-ed25519 AAAA ann");
+        let private = "-----BEGIN OPENSSH PRIVATE KEY-----\nhidden\n";
+        let marked = format!("\u{feff}{private}");
+        for private in [
+            private.into(),
+            utf_16(&marked),
+            big_endian(&marked),
+            utf_16(private),
+            [b"\xE4", private.as_bytes()].concat(),
+        ] {
+            let failure = of_bytes(&private).unwrap_err();
+            assert!(failure.message.contains("private key") && !failure.message.contains("hidden"), "{failure}");
+        }
+        // Without its mark, as DER, as Latin-1.
+        for other in [utf_16("ssh-ed25519 AAAA"), vec![0x30, 0x82, 0x04, 0xBE, 0x02], b"ssh-ed25519 AAAA \xE4".to_vec()]
+        {
+            let failure = of_bytes(&other).unwrap_err();
+            assert!(failure.exit_status.code() == 2 && failure.message.contains(".pub"), "{failure}");
+        }
         let block = "---- BEGIN SSH2 PUBLIC KEY ----\r\nComment: \"x y\"\r\nAAAA\r\n---- END SSH2 PUBLIC KEY ----\r\n";
         let read = file(block).unwrap();
         assert_eq!((read.as_str(), comment(&read)), (block.trim(), None));

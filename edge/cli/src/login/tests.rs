@@ -235,3 +235,18 @@ fn login_without_a_refresh_token_says_how_to_get_one() {
     assert_eq!(notice(&[], LoginMethod::Password("ann".to_owned())), None);
     assert!(login_args(&["--prompt", "none"]).is_err() && login_args(&["--prompt", "consent", "--device"]).is_err());
 }
+
+#[test]
+fn secret_is_one_line_of_standard_input_without_its_ends() {
+    let read = |bytes: &[u8]| secret_of(bytes, PASSWORD_STDIN).map(|secret| secret.expose_secret().to_owned());
+    for line in ["s ecret\n", "s ecret\r\n", "s ecret", "\u{feff}s ecret\r\n", "s ecret\nand more"] {
+        assert_eq!(read(line.as_bytes()).unwrap(), "s ecret", "{line:?}");
+    }
+    let utf_16: Vec<u8> = "\u{feff}secret\r\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    for bad in [&b""[..], b"\n", b"\r\n", &[b'x'; 5000], b"\xE4\n", &utf_16] {
+        let failure = read(bad).unwrap_err();
+        let next = failure.next.clone().unwrap_or_default();
+        assert!(failure.exit_status == ExitStatus::Usage && next.contains(PASSWORD_STDIN), "{failure}");
+        assert!(!failure.message.contains("secret\r"), "{failure}");
+    }
+}
