@@ -2,7 +2,7 @@
 
 use crate::amount::with_amounts;
 use crate::failure::{ExitStatus, Failure};
-use crate::printable::cell;
+use crate::printable::{cell, value_alone};
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 use std::io::{self, IsTerminal as _, Write as _};
@@ -129,7 +129,7 @@ pub(crate) fn fields_text(it: &Value, lines: &[Column]) -> String {
     let mut table = plain_table();
     let is_there = |value: &Value| !value.is_null() && value.as_object().is_none_or(|fields| !fields.is_empty());
     for (title, path) in lines.iter().filter(|(_, path)| it.pointer(path).is_some_and(is_there)) {
-        table.add_row([(*title).to_owned(), value_at(&it, path)]);
+        table.add_row([(*title).to_owned(), it.pointer(path).map_or_else(String::new, value_alone)]);
     }
     table_to_text(table)
 }
@@ -198,6 +198,9 @@ mod tests {
          0198  8     active
          0199  -     release_failed
         ");
+        let page = format!("https://pay.example/c/{}#end", "x".repeat(500));
+        let shown = fields_text(&json!({ "url": page }), &[("pay at", "/url")]);
+        assert!(shown.contains(&page), "an address that is cut leads nowhere: {shown}");
         insta::assert_snapshot!(fields_text(&items[0], &[("id", "/id"), ("GPUs", "/gpu/count"), ("node", "/node_id")]), @r"
          id    0198
          GPUs  8

@@ -5,6 +5,8 @@ use serde_json::Value;
 
 /// The longest text in a table; `--output json` has the whole.
 const LONGEST: usize = 200;
+/// The longest value on a line of its own, such as the address of a payment page.
+const LONGEST_ALONE: usize = 4096;
 
 /// The text with every control character (and what turns the direction of text) replaced; a line break becomes a space.
 pub(crate) fn plain(text: &str) -> String {
@@ -19,6 +21,23 @@ pub(crate) fn plain(text: &str) -> String {
 
 /// A value in a cell of a table: texts as they are, labels as `key=value`, instants to the second, nothing as `-`.
 pub(crate) fn cell(value: &Value) -> String {
+    cut(text_of(value), LONGEST)
+}
+
+/// A value on a line of its own.
+pub(crate) fn value_alone(value: &Value) -> String {
+    cut(text_of(value), LONGEST_ALONE)
+}
+
+fn cut(text: String, longest: usize) -> String {
+    match text.char_indices().nth(longest) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+/// Texts as they are, labels as `key=value`, instants to the second, nothing as `-`.
+fn text_of(value: &Value) -> String {
     let text = match value {
         Value::Null => "-".to_owned(),
         Value::String(text) => instant(text).unwrap_or_else(|| plain(text)),
@@ -26,7 +45,7 @@ pub(crate) fn cell(value: &Value) -> String {
         Value::Bool(false) => "no".to_owned(),
         Value::Array(items) if items.is_empty() => "-".to_owned(),
         Value::Array(items) if items.iter().all(|item| !item.is_object()) => {
-            items.iter().map(cell).collect::<Vec<_>>().join(", ")
+            items.iter().map(text_of).collect::<Vec<_>>().join(", ")
         }
         Value::Object(fields) if fields.values().all(Value::is_string) => fields
             .iter()
@@ -35,11 +54,7 @@ pub(crate) fn cell(value: &Value) -> String {
             .join(", "),
         Value::Number(_) | Value::Array(_) | Value::Object(_) => plain(&value.to_string()),
     };
-    match text.char_indices().nth(LONGEST) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None if text.is_empty() => "-".to_owned(),
-        None => text,
-    }
+    if text.is_empty() { "-".to_owned() } else { text }
 }
 
 fn instant(text: &str) -> Option<String> {
@@ -69,5 +84,8 @@ mod tests {
         assert_eq!(shown(json!("2026-11-22T01:02:03.456789Z")), "2026-11-22 01:02:03Z");
         assert_eq!(shown(json!("a\u{1b}]0;owned\u{7}\r\nb\u{202e}")), "a\u{fffd}]0;owned\u{fffd}\u{fffd} b\u{fffd}");
         assert_eq!(shown(json!("x".repeat(1000))).chars().count(), LONGEST + 1);
+        // A payment page's address has hundreds of characters.
+        assert_eq!(value_alone(&json!("x".repeat(1000))), "x".repeat(1000));
+        assert_eq!(value_alone(&json!("ä".repeat(10_000_000))).chars().count(), LONGEST_ALONE + 1);
     }
 }
