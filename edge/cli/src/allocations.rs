@@ -393,19 +393,16 @@ async fn watch(
             }
         }
     };
-    let watched = tokio::select! {
-        watched = tokio::time::timeout(limit, watched) => watched,
-        _ = tokio::signal::ctrl_c() => {
-            drop(progress);
-            api.out.notice(&format!("{what} goes on without being watched: gpuctl allocations show {id}"));
-            std::process::exit(130);
+    let goes_on = format!("It goes on: gpuctl allocations events {id} --follow");
+    match progress.wait(watched, limit, &what, &format!("gpuctl allocations show {id}")).await {
+        Ok(Ok(state)) => Ok(state),
+        // What was ordered goes on although it can no longer be watched.
+        Ok(Err(failure)) => Err(failure.next(goes_on)),
+        Err(_) => {
+            let seconds = limit.as_secs();
+            Err(Failure::new(ExitStatus::TooLate, format!("{what} is still {last} after {seconds} s")).next(goes_on))
         }
-    };
-    watched.unwrap_or_else(|_| {
-        let seconds = limit.as_secs();
-        Err(Failure::new(ExitStatus::TooLate, format!("{what} is still {last} after {seconds} s"))
-            .next(format!("It goes on: gpuctl allocations events {id} --follow")))
-    })
+    }
 }
 
 async fn follow(id: Uuid, api: &Api) -> Result<(), Failure> {

@@ -309,14 +309,17 @@ async fn wait_until_deposited(id: Uuid, limit: Duration, api: &Api) -> Result<()
             tokio::time::sleep(POLL_INTERVAL).await;
         }
     };
-    let watched = tokio::time::timeout(limit, watched).await;
+    let shown_by = format!("gpuctl billing payment {id}");
+    let watched = progress.wait(watched, limit, &what, &shown_by).await;
     drop(progress);
+    let goes_on = format!("It goes on: {shown_by}");
     let Ok(found) = watched else {
         let seconds = limit.as_secs();
-        return Err(Failure::new(ExitStatus::TooLate, format!("{what} is not in your account after {seconds} s"))
-            .next(format!("It goes on: gpuctl billing payment {id}")));
+        return Err(
+            Failure::new(ExitStatus::TooLate, format!("{what} is not in your account after {seconds} s")).next(goes_on)
+        );
     };
-    let found = found?;
+    let found = found.map_err(|failure| failure.next(goes_on))?;
     api.out.show(&found, &PAYMENT)?;
     match found["state"].as_str() {
         Some("deposited") => Ok(()),
