@@ -86,6 +86,12 @@ impl Api {
         })
     }
 
+    /// The same with the token of now, renewed where it was due: for requests that may be cut off at any moment.
+    pub(crate) async fn without_renewal(self) -> Result<Self, Failure> {
+        let token = self.session.token().await?;
+        Ok(Self { session: Session::AccessToken(token), ..self })
+    }
+
     pub(crate) const fn session(&self) -> &Session {
         &self.session
     }

@@ -72,11 +72,17 @@ fn completions_from(
     let Some(current) = current.to_str() else { return Vec::new() };
     let Some(connection) = connection(std::env::args_os()) else { return Vec::new() };
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { return Vec::new() };
-    // A timeout must be created inside the runtime.
-    let found =
-        runtime.block_on(async { tokio::time::timeout(LIST_TIMEOUT, async { list(&connection.api()?).await }).await });
-    let entries = found.ok().and_then(Result::ok).unwrap_or_default();
+    let entries = runtime.block_on(entries_in_time(&connection, list)).unwrap_or_default();
     candidates(current, entries)
+}
+
+/// `None` where there are none in time. The login is renewed before: a renewal that the timeout cuts off would lose the refresh token.
+async fn entries_in_time(
+    connection: &Connection,
+    list: impl AsyncFnOnce(&Api) -> Result<Vec<Entry>, Failure>,
+) -> Option<Vec<Entry>> {
+    let api = connection.api().ok()?.without_renewal().await.ok()?;
+    tokio::time::timeout(LIST_TIMEOUT, list(&api)).await.ok()?.ok()
 }
 
 fn candidates(current: &str, entries: Vec<Entry>) -> Vec<CompletionCandidate> {
@@ -97,7 +103,11 @@ fn connection(words: impl Iterator<Item = OsString>) -> Option<Connection> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::login::login_store::Store;
     use crate::resource_ref::NODE;
+    use axum::routing::{get, post};
+    use axum::{Json, Router};
+    use secrecy::ExposeSecret as _;
     use serde_json::json;
 
     #[test]
@@ -116,6 +126,33 @@ mod tests {
         assert_eq!(offered("01"), [("0198f000".to_owned(), about.clone())]);
         assert_eq!(offered("gpu"), [("gpu-1.example".to_owned(), about)]);
         assert_eq!(offered("x"), []);
+    }
+
+    #[tokio::test]
+    async fn renewal_outlives_the_timeout_of_a_completion() {
+        let renew = || async {
+            tokio::time::sleep(LIST_TIMEOUT + Duration::from_millis(500)).await;
+            Json(json!({ "access_token": "access-1", "refresh_token": "refresh-1", "expires_in": 600 }))
+        };
+        let skus = || async { Json(json!({ "items": [{ "name": "h100x8", "gpu": { "model": "H100" } }] })) };
+        let routes = Router::new().route("/token", post(renew)).route("/api/v1/skus", get(skus));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let server = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().to_owned(), "default").unwrap();
+        let expired = json!({
+            "server": server, "issuer": server, "token_endpoint": format!("{server}/token"), "client_id": "gpuctl",
+            "access_token": "access-0", "refresh_token": "refresh-0", "expires_at": "2026-01-01T00:00:00Z",
+        });
+        store.write(&serde_json::from_value(expired).unwrap()).unwrap();
+        let out = Output { format: OutputFormat::Table, quiet: true };
+        let connection =
+            Connection { server: None, ca_bundle: None, token: None, key: None, store: store.clone(), out };
+        let list = async |api: &Api| named_entries(&api.list("/api/v1/skus", &[], 10).await?, "name", "/gpu/model");
+        let found = entries_in_time(&connection, list).await;
+        assert_eq!(store.read().unwrap().unwrap().refresh_token.unwrap().expose_secret(), "refresh-1");
+        assert_eq!(found, Some(vec![("h100x8".to_owned(), "H100".to_owned())]));
     }
 
     #[test]
