@@ -108,8 +108,7 @@ impl OpenStream {
         };
         let chunk = tokio::time::timeout(SILENCE_TIMEOUT, self.answer.chunk()).await.map_err(|_| cut("silence"))?;
         let chunk = chunk.map_err(|error| cut(&chain(&error)))?.ok_or_else(|| cut("it ended"))?;
-        let wrong =
-            |why: &str| StreamError::Final(Failure::new(ExitStatus::Server, format!("the stream of events is {why}")));
+        let wrong = |why: &str| StreamError::Final(Failure::unusable_answer(format!("the stream of events is {why}")));
         for event in self.parser.feed(&chunk).map_err(|TooLong| wrong("endless"))? {
             if event.name != "transition" {
                 continue;

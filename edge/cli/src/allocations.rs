@@ -356,7 +356,8 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         return Ok(());
     }
     let why = made["failure"]["message"].as_str().unwrap_or("it was released before it was active");
-    Err(Failure::new(ExitStatus::Refused, format!("the allocation could not be set up: {why}")))
+    Err(Failure::new(ExitStatus::Refused, format!("the allocation could not be set up: {why}"))
+        .next(format!("See how it ended: gpuctl allocations show {id}")))
 }
 
 async fn release(id: Uuid, issue: Option<String>, wait: &Wait, api: &Api) -> Result<(), Failure> {
@@ -424,7 +425,7 @@ async fn follow(id: Uuid, api: &Api) -> Result<(), Failure> {
 
 fn id_of(made: &Value) -> Result<Uuid, Failure> {
     let id = made["id"].as_str().and_then(|id| id.parse().ok());
-    id.ok_or_else(|| Failure::new(ExitStatus::Server, "the server's answer names no allocation"))
+    id.ok_or_else(|| Failure::unusable_answer("the server's answer names no allocation"))
 }
 
 #[cfg(test)]

@@ -150,7 +150,7 @@ impl Api {
             query.extend(next.as_str().map(|token| ("page_token", token.to_owned())));
             let mut page = self.get(path, &query).await?;
             let Some(more) = page["items"].as_array_mut() else {
-                return Err(Failure::new(ExitStatus::Server, "the server's answer is no list"));
+                return Err(Failure::unusable_answer("the server's answer is no list"));
             };
             let ends = more.is_empty();
             items.extend(std::mem::take(more).into_iter().filter(&accepts));

@@ -79,6 +79,13 @@ impl Failure {
         Self::new(ExitStatus::Usage, message)
     }
 
+    /// An answer of the service that this program cannot use: the sentence says what it is not.
+    pub(crate) fn unusable_answer(message: impl Into<String>) -> Self {
+        Self::new(ExitStatus::Server, message).next(
+            "Install the gpuctl of the service's release; where that is no help, report it to the service's operator.",
+        )
+    }
+
     pub(crate) fn network(message: impl Into<String>, cause: impl std::error::Error) -> Self {
         Self::new(ExitStatus::Network, format!("{}: {}", message.into(), chain(&cause)))
     }

@@ -77,12 +77,14 @@ pub(crate) fn build(client: ClientBuilder) -> Result<reqwest::Client, Failure> {
     client.build().map_err(|error| Failure::usage(format!("no client can be made: {}", chain(&error))))
 }
 
+/// The failure for a file of authorities.
+pub(crate) fn unusable_bundle(path: &Path, why: &str) -> Failure {
+    Failure::usage(format!("the authorities in {} cannot be used: {why}", path.display()))
+        .next("Give the file with the authority of the server's certificate: --ca-bundle FILE (or SVC_CA_BUNDLE_PATH)")
+}
+
 fn authorities(path: &Path) -> Result<Vec<Certificate>, Failure> {
-    let wrong = |why: String| {
-        Failure::usage(format!("the authorities in {} cannot be used: {why}", path.display())).next(
-            "Give the file with the authority of the server's certificate: --ca-bundle FILE (or SVC_CA_BUNDLE_PATH)",
-        )
-    };
+    let wrong = |why: String| unusable_bundle(path, &why);
     let length = fs::metadata(path).map_err(|error| wrong(error.to_string()))?.len();
     if length > MAX_BUNDLE_BYTES {
         return Err(wrong(format!("the file is over {MAX_BUNDLE_BYTES} bytes")));

@@ -18,7 +18,7 @@ use provider_discovery::Resource;
 use reqwest::Url;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
-use std::io::{self, BufRead as _, IsTerminal as _, Read as _};
+use std::io::{self, BufRead as _, IsTerminal as _};
 use std::time::Duration;
 use tokio::sync::Mutex;
 
@@ -217,10 +217,11 @@ async fn as_service_account(
 impl LoginArgs {
     /// What to say where the provider gives no refresh token although one was asked for. A password at a development provider brings none.
     fn notice_without_renewal(&self, method: &LoginMethod) -> Option<&'static str> {
-        let is_asked_for = self.scopes.iter().any(|scope| scope == OFFLINE_ACCESS);
+        if !self.scopes.iter().any(|scope| scope == OFFLINE_ACCESS) {
+            return None;
+        }
         match method {
             LoginMethod::Password(_) => None,
-            _ if !is_asked_for => None,
             LoginMethod::Browser(_) if self.prompt != Some(Prompt::Consent) => Some(
                 "The identity provider gave no refresh token, so this login is not renewed. Some providers give one only where they ask for your \
                  consent: gpuctl login --prompt consent",
@@ -240,10 +241,13 @@ impl LoginArgs {
         let device = found.device_authorization_endpoint.clone().map(LoginMethod::Device);
         let browser = found.authorization_endpoint.clone().map(LoginMethod::Browser);
         if self.device {
-            return device.ok_or_else(|| lacks("log-in by device code"));
+            return device.ok_or_else(|| {
+                lacks("log-in by device code").next("Log in with a browser on this machine: gpuctl login --browser")
+            });
         }
-        if self.browser {
-            return browser.ok_or_else(|| lacks("log-in in a browser"));
+        if self.browser || self.prompt.is_some() {
+            return browser
+                .ok_or_else(|| lacks("log-in in a browser").next("Log in with a code: gpuctl login --device"));
         }
         let (first, second) = if has_display() { (browser, device) } else { (device, browser) };
         first.or(second).ok_or_else(|| {
@@ -278,7 +282,10 @@ fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, 
             .next(format!("Give it on standard input, with {option}.")));
     }
     let asked = rpassword::prompt_password(prompt);
-    asked.map(SecretString::from).map_err(|error| Failure::usage(format!("nothing can be read: {error}")))
+    asked.map(SecretString::from).map_err(|error| {
+        Failure::usage(format!("no secret can be read from the terminal: {error}"))
+            .next(format!("Give it on standard input, with {option}."))
+    })
 }
 
 /// The secret in the first line.
@@ -451,7 +458,8 @@ impl Session {
         };
         if stored.server != mine.server {
             let at = &stored.server;
-            return Err(Failure::new(ExitStatus::LoggedOut, format!("you have logged in at {at} meanwhile")));
+            return Err(Failure::new(ExitStatus::LoggedOut, format!("you have logged in at {at} meanwhile"))
+                .next("Repeat the command: it is for that server."));
         }
         let is_new = stored.access_token.expose_secret() != token.expose_secret();
         *mine = stored;

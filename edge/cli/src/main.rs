@@ -241,8 +241,10 @@ fn main() -> ExitCode {
     let format = arguments.common.output;
     let profile = profile_of(arguments.common.profile.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime =
-        runtime.map_err(|error| Failure::new(ExitStatus::Failed, format!("this machine gives no room: {error}")));
+    let runtime = runtime.map_err(|error| {
+        Failure::new(ExitStatus::Failed, format!("gpuctl cannot start: {error}"))
+            .next("Free memory, or raise the limits of open files and processes (ulimit).")
+    });
     match runtime.and_then(|runtime| runtime.block_on(run(arguments))) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
@@ -380,7 +382,7 @@ impl Connection {
     pub(crate) fn ca_bundle(&self) -> Result<Option<PathBuf>, Failure> {
         let Some(path) = &self.ca_bundle else { return Ok(None) };
         let whole = path.canonicalize();
-        whole.map(Some).map_err(|error| Failure::usage(format!("{}: {error}", path.display())))
+        whole.map(Some).map_err(|error| http_client::unusable_bundle(path, &error.to_string()))
     }
 
     /// The stored login; `None` where a token was given instead.
@@ -390,7 +392,8 @@ impl Connection {
         }
         let logged_out = |why: String| Failure::new(ExitStatus::LoggedOut, why).next("Log in: gpuctl login");
         let profile = self.store.profile();
-        let login = self.store.read()?.ok_or_else(|| logged_out(format!("no user is logged in ({profile})")))?;
+        let login =
+            self.store.read()?.ok_or_else(|| logged_out(format!("no user is logged in (profile {profile})")))?;
         // A token is sent only to the server for which it was issued.
         match &self.server {
             Some(server) if !login::same_server(server, &login.server) => {

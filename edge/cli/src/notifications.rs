@@ -135,9 +135,8 @@ impl NotificationWatcher<'_> {
             };
             match message {
                 Message::Text(text) => {
-                    let notification: Value = serde_json::from_str(&text).map_err(|_| {
-                        Failure::new(ExitStatus::Server, "the server says something that is no notification")
-                    })?;
+                    let notification: Value = serde_json::from_str(&text)
+                        .map_err(|_| Failure::unusable_answer("the server says something that is no notification"))?;
                     if self.print(&notification)? {
                         return Ok(StreamEnd::Done);
                     }

@@ -234,7 +234,7 @@ pub(crate) fn items(page: &Value) -> &[Value] {
 
 fn id_of(item: &Value, kind: &ResourceKind) -> Result<Uuid, Failure> {
     let id = item["id"].as_str().and_then(|id| id.parse().ok());
-    id.ok_or_else(|| Failure::new(ExitStatus::Server, format!("the server lists a {} without an id", kind.noun)))
+    id.ok_or_else(|| Failure::unusable_answer(format!("the server lists a {} without an id", kind.noun)))
 }
 
 fn candidate(kind: &ResourceKind, item: &Value) -> String {

@@ -108,10 +108,7 @@ impl SshTarget {
         let text = |name: &str| ssh[name].as_str().filter(|text| is_name(text)).map(str::to_owned);
         let port = ssh["port"].as_u64().and_then(|port| u16::try_from(port).ok());
         let (Some(host), Some(port), Some(user)) = (text("host"), port, text("username")) else {
-            return Err(Failure::new(
-                ExitStatus::Server,
-                "the server's answer names no host, port and user to log in to",
-            ));
+            return Err(Failure::unusable_answer("the server's answer names no host, port and user to log in to"));
         };
         Ok(Self { host, port, user, fingerprint: ssh["host_key_fingerprint"].as_str().map(str::to_owned) })
     }

@@ -106,7 +106,13 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let name = name.or_else(|| comment(&key)).unwrap_or_else(|| name_of(&file));
             let mut added = api.post("/api/v1/ssh-keys", &json!({ "name": name, "public_key": key })).await?;
             if default && let Some(id) = added["id"].as_str() {
-                added = api.post_empty(&format!("/api/v1/ssh-keys/{id}/default")).await?;
+                let is_default = api.post_empty(&format!("/api/v1/ssh-keys/{id}/default")).await;
+                added = is_default.map_err(|failure| {
+                    failure.next(format!(
+                        "The key is added. Make it the default one: gpuctl ssh-keys default {}",
+                        plain(id)
+                    ))
+                })?;
             }
             api.out.list(&json!({ "items": [added], "next_page": null }), &KEYS)
         }
@@ -246,7 +252,7 @@ mod tests {
         let private = "-----BEGIN OPENSSH PRIVATE KEY-----\nhidden\n";
         let marked = format!("\u{feff}{private}");
         for private in [
-            private.into(),
+            private.as_bytes().to_vec(),
             utf_16(&marked),
             big_endian(&marked),
             utf_16(private),

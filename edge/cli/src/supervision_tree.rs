@@ -2,7 +2,7 @@
 
 use crate::api::{Api, Query};
 use crate::cluster::MAX_TREE_LEN;
-use crate::failure::{ExitStatus, Failure};
+use crate::failure::Failure;
 use crate::output::{Column, table_text};
 use crate::printable::{cell, plain};
 use serde_json::Value;
@@ -114,7 +114,7 @@ async fn read(query: &Query<'_>, limit: usize, api: &Api) -> Result<Value, Failu
         tree["truncated"] = more["truncated"].take();
         match (tree["entities"].as_array_mut(), more["entities"].as_array_mut()) {
             (Some(entities), Some(more)) => append_page(entities, std::mem::take(more)),
-            _ => return Err(Failure::new(ExitStatus::Server, "the server's answer has no entities")),
+            _ => return Err(Failure::unusable_answer("the server's answer has no entities")),
         }
     }
     Ok(tree)

@@ -47,7 +47,10 @@ pub(crate) async fn open(api: &Api, request_options: WebSocketRequest<'_>) -> Re
         .header(UPGRADE, "websocket")
         .header(SEC_WEBSOCKET_VERSION, "13")
         .header(SEC_WEBSOCKET_KEY, &key);
-    let unreached = |why: String| Failure::new(ExitStatus::Network, format!("no {what} at {url}: {why}"));
+    let unreached = |why: String| {
+        Failure::new(ExitStatus::Network, format!("no {what} at {url}: {why}"))
+            .next("Check the network, and whether a proxy before the server passes WebSockets on.")
+    };
     let answer = tokio::time::timeout(CONNECT_TIMEOUT, request.send())
         .await
         .map_err(|_| unreached("no answer".to_owned()))?
@@ -64,7 +67,7 @@ pub(crate) async fn open(api: &Api, request_options: WebSocketRequest<'_>) -> Re
     if header_text(SEC_WEBSOCKET_ACCEPT) != derive_accept_key(key.as_bytes())
         || header_text(SEC_WEBSOCKET_PROTOCOL) != protocol
     {
-        return Err(Failure::new(ExitStatus::Server, format!("the server has a {what} that does not speak as one")));
+        return Err(Failure::unusable_answer(format!("the server has a {what} that does not speak as one")));
     }
     let stream = answer.upgrade().await.map_err(|error| unreached(chain(&error)))?;
     let config =

@@ -110,14 +110,17 @@ impl Store {
     pub(crate) fn of_user(profile: &str) -> Result<Self, Failure> {
         let named = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let folder = named("XDG_CONFIG_HOME").or_else(|| named("HOME").map(|home| home.join(".config")));
-        let folder = folder.ok_or_else(|| Failure::usage("neither XDG_CONFIG_HOME nor HOME says where logins lie"))?;
+        let folder = folder.ok_or_else(|| {
+            Failure::usage("neither XDG_CONFIG_HOME nor HOME names the folder of logins")
+                .next("Set HOME, or XDG_CONFIG_HOME, to an absolute path.")
+        })?;
         Self::new(folder.join("gpuctl"), profile)
     }
 
     pub(crate) fn new(folder: PathBuf, profile: &str) -> Result<Self, Failure> {
         let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         if profile.is_empty() || profile.len() > 64 || profile.starts_with('.') || !profile.chars().all(good) {
-            return Err(Failure::usage("a profile's name has up to 64 letters, digits, dots, dashes and underscores"));
+            return Err(Failure::usage(format!("`{profile}` is no name of a profile")).next("Name it with up to 64 letters, digits, dots, dashes and underscores, not a dot first: --profile (or SVC_PROFILE)"));
         }
         Ok(Self { folder, profile: profile.to_owned(), calls: FileCalls::SYSTEM })
     }
@@ -270,6 +273,7 @@ fn make_folder(path: &Path) -> io::Result<()> {
 
 fn failure_at(path: &Path, error: &io::Error) -> Failure {
     Failure::new(ExitStatus::Failed, format!("{}: {error}", path.display()))
+        .next("Make it readable and writable for you, or name another folder in XDG_CONFIG_HOME.")
 }
 
 fn unwritable(path: &Path, error: &io::Error) -> Failure {

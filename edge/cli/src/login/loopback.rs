@@ -20,8 +20,13 @@ pub(crate) struct Loopback {
 
 impl Loopback {
     pub(crate) async fn bind() -> Result<Self, Failure> {
-        let no_port =
-            |error: std::io::Error| Failure::new(ExitStatus::Failed, format!("no port to come back to: {error}"));
+        let no_port = |error: std::io::Error| {
+            Failure::new(
+                ExitStatus::Failed,
+                format!("no port of 127.0.0.1 is free for your browser to come back to: {error}"),
+            )
+            .next("Log in with a code: gpuctl login --device")
+        };
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(no_port)?;
         let port = listener.local_addr().map_err(no_port)?.port();
         Ok(Self { listener, address: format!("http://127.0.0.1:{port}{PATH}") })

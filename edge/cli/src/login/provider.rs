@@ -338,9 +338,11 @@ impl Provider {
         if opens && !is_open {
             out.notice("No browser could be opened here; open that address yourself.");
         }
-        let code = tokio::time::timeout(LOGIN_TIMEOUT, loopback.code(state.secret(), issuer))
-            .await
-            .map_err(|_| Failure::new(ExitStatus::TooLate, "the login was not completed in time"))??;
+        let code =
+            tokio::time::timeout(LOGIN_TIMEOUT, loopback.code(state.secret(), issuer)).await.map_err(|_| {
+                Failure::new(ExitStatus::TooLate, "the login was not completed in time")
+                    .next("Log in again: gpuctl login")
+            })??;
         let mut request = client.exchange_code(AuthorizationCode::new(code)).set_pkce_verifier(verifier);
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);
@@ -365,7 +367,7 @@ impl Provider {
             return Err(Failure::of_answer(answer.status(), &body, retry_after::of(answer.headers())));
         }
         let Value::String(access_token) = body["access_token"].take() else {
-            return Err(Failure::new(ExitStatus::Server, "the server's answer is no access token"));
+            return Err(Failure::unusable_answer("the server's answer is no access token"));
         };
         let life = oauth_answer::seconds(&body["expires_in"]).filter(|seconds| *seconds > 0).map(Duration::from_secs);
         Ok(TokenGrant {
@@ -481,15 +483,24 @@ fn end_of_life(life: Duration) -> Option<DateTime<Utc>> {
     Utc::now().checked_add_signed(TimeDelta::from_std(life).ok()?)
 }
 
+/// The errors with which a provider refuses the client, its scopes or its resource (RFC 6749, section 5.2; RFC 8707, section 2).
+const CLIENT_REFUSALS: [&str; 5] =
+    ["invalid_client", "unauthorized_client", "unsupported_grant_type", "invalid_scope", "invalid_target"];
+
 fn malformed(error: impl std::error::Error) -> Failure {
     Failure::usage(format!("an address of the identity provider cannot be used: {error}"))
+        .next("Check --issuer (or SVC_OIDC_ISSUER), or ask the service's operator.")
 }
 
 fn token_error<T: ErrorResponse + std::fmt::Display + 'static>(error: RequestTokenError<HttpError, T>) -> Failure {
     match error {
         RequestTokenError::ServerResponse(error_response) => {
-            Failure::new(ExitStatus::LoggedOut, format!("the identity provider refuses: {error_response}"))
-                .next("Log in: gpuctl login")
+            let why = error_response.to_string();
+            let is_of_client = CLIENT_REFUSALS.iter().any(|code| why.starts_with(code));
+            Failure::new(ExitStatus::LoggedOut, format!("the identity provider refuses: {why}")).next(match is_of_client {
+                true => "Ask the service's operator which client, scopes and resource to name: --client-id, --client-secret, --scope, --resource",
+                false => "Log in again: gpuctl login",
+            })
         }
         RequestTokenError::Request(HttpError::Busy(status)) => busy("the identity provider", status),
         RequestTokenError::Request(HttpError::Foreign(status)) => Failure::new(
@@ -501,9 +512,11 @@ fn token_error<T: ErrorResponse + std::fmt::Display + 'static>(error: RequestTok
         // The response may contain tokens, and is not shown.
         RequestTokenError::Parse(..) => {
             Failure::new(ExitStatus::Server, "the identity provider did not answer as OAuth 2.0 (RFC 6749) says")
+                .next("Ask the service's operator: gpuctl may not be registered there as a public client.")
         }
         RequestTokenError::Other(why) => {
             Failure::new(ExitStatus::LoggedOut, format!("the log-in did not end well: {why}"))
+                .next("Log in again: gpuctl login")
         }
     }
 }

@@ -96,7 +96,7 @@ async fn fetch(api: &Api, recording: Uuid) -> Result<File, Failure> {
 }
 
 fn unreadable() -> Failure {
-    Failure::new(ExitStatus::Server, "the recording is no asciicast v2")
+    Failure::unusable_answer("the recording is no asciicast v2")
 }
 
 fn read_line(lines: &mut impl BufRead) -> Result<Option<String>, Failure> {

@@ -45,8 +45,7 @@ async fn token(api: &Api, allocation: Uuid, session: Option<Uuid>) -> Result<Ter
     let body = session.map_or_else(|| json!({}), |session| json!({ "session_id": session }));
     let path = format!("{}/terminal-tokens", allocations::path(allocation));
     let issued = api.post(&path, &body).await?;
-    serde_json::from_value(issued)
-        .map_err(|_| Failure::new(ExitStatus::Server, "the server's answer is no terminal token"))
+    serde_json::from_value(issued).map_err(|_| Failure::unusable_answer("the server's answer is no terminal token"))
 }
 
 async fn connect(api: &Api, token: &TerminalToken, from: Option<u64>) -> Result<Socket, Failure> {
@@ -55,7 +54,7 @@ async fn connect(api: &Api, token: &TerminalToken, from: Option<u64>) -> Result<
         offered.push_str(&format!(", from.{from}"));
     }
     let mut offered = HeaderValue::from_str(&offered)
-        .map_err(|_| Failure::new(ExitStatus::Server, "the server gave a terminal token that cannot be sent"))?;
+        .map_err(|_| Failure::unusable_answer("the server gave a terminal token that cannot be sent"))?;
     offered.set_sensitive(true);
     let headers = HeaderMap::from_iter([(SEC_WEBSOCKET_PROTOCOL, offered)]);
     let url = address(&token.websocket_url)?;

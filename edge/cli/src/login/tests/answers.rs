@@ -214,6 +214,9 @@ async fn refresh_token_outlives_a_refusal_of_its_client_and_a_page_of_a_proxy() 
                 "{failure}"
             );
         }
+        let is_of_client = body.contains("client\"") || body.contains("grant_type");
+        let next = failure.next.clone().unwrap_or_default();
+        assert_eq!(next.contains("--client-id"), is_of_client, "{body}: {failure}");
         let session = Session::stored(store.clone(), store.read().unwrap().unwrap(), OUT);
         assert_eq!(session.token().await.unwrap().expose_secret(), "access-1", "{body}");
     }
@@ -247,7 +250,7 @@ async fn documents(answers: impl IntoIterator<Item = Scripted>) -> String {
         let (status, body) = if answers.len() > 1 { answers.pop_front().unwrap() } else { answers[0].clone() };
         (StatusCode::from_u16(status).unwrap(), body.replace("SERVER", &server))
     };
-    tokio::spawn(async move { axum::serve(listener, Router::new().fallback(get(answer))).await });
+    tokio::spawn(async move { axum::serve(listener, Router::new().fallback(answer)).await });
     url
 }
 
