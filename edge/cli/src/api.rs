@@ -154,9 +154,12 @@ impl Api {
             };
             let ends = more.is_empty();
             items.extend(std::mem::take(more).into_iter().filter(&accepts));
-            next = page["next_page"].take();
+            let given = std::mem::replace(&mut next, page["next_page"].take());
             if next.is_null() || ends {
                 break;
+            }
+            if next == given {
+                return Err(Failure::unusable_answer("the server's list repeats a page without end"));
             }
         }
         Ok(json!({ "items": items, "next_page": next }))

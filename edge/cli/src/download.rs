@@ -3,10 +3,10 @@
 use crate::api::Api;
 use crate::failure::{ExitStatus, Failure, chain};
 use reqwest::Response;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The timeout between two chunks of a file.
@@ -14,21 +14,67 @@ const SILENCE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Saves the response of the path to a new file that its owner alone can read; `-` is standard output.
 pub(crate) async fn save(api: &Api, path: &str, media_type: &str, what: &str, to: &Path) -> Result<(), Failure> {
-    let mut answer = api.open(path, media_type).await?;
     if to.as_os_str() == "-" {
-        return copy(&mut answer, what, &mut io::stdout().lock()).await.map(drop);
+        let mut answer = api.open(path, media_type).await?;
+        return copy(&mut answer, what, &mut StandardOutput).await.map(drop);
     }
-    let cannot_create = |error: io::Error| Failure::usage(format!("{}: {error}", to.display()));
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(cannot_create)?;
-    match copy(&mut answer, what, &mut file).await {
-        Ok(bytes) => {
-            let saved = serde_json::json!({ "file": to, "bytes": bytes });
-            api.out.done(&saved, &format!("{} has {bytes} bytes.", to.display()))
+    let mut file = UnfinishedFile::create(to)?;
+    let mut answer = api.open(path, media_type).await?;
+    let bytes = copy(&mut answer, what, &mut file.file).await?;
+    file.keep();
+    let saved = serde_json::json!({ "file": to, "bytes": bytes });
+    api.out.done(&saved, &format!("{} has {bytes} bytes.", to.display()))
+}
+
+/// Standard output. A reader that has closed it, as `head` does, has what it wanted.
+struct StandardOutput;
+
+impl Write for StandardOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        io::stdout().lock().write(bytes).inspect_err(end_without_reader)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stdout().lock().flush().inspect_err(end_without_reader)
+    }
+}
+
+fn end_without_reader(error: &io::Error) {
+    if error.kind() == io::ErrorKind::BrokenPipe {
+        std::process::exit(0);
+    }
+}
+
+/// A new file that its owner alone can read. It is made before there is anything to write, and removed unless it is kept: a truncated one
+/// would look complete.
+pub(crate) struct UnfinishedFile {
+    pub(crate) file: File,
+    path: PathBuf,
+    is_kept: bool,
+}
+
+impl UnfinishedFile {
+    pub(crate) fn create(path: &Path) -> Result<Self, Failure> {
+        let shown = path.display();
+        match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
+            Ok(file) => Ok(Self { file, path: path.to_owned(), is_kept: false }),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                Err(Failure::usage(format!("{shown} is there already")).next("Name another file, or remove that one."))
+            }
+            Err(error) => Err(Failure::usage(format!("{shown} cannot be made: {error}"))
+                .next("Name a file in a folder that you can write to.")),
         }
-        Err(failure) => {
-            // A truncated file would look complete.
-            let _ = std::fs::remove_file(to);
-            Err(failure)
+    }
+
+    pub(crate) fn keep(mut self) {
+        self.is_kept = true;
+    }
+}
+
+impl Drop for UnfinishedFile {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }
@@ -85,6 +131,11 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "one,two,three");
         let repeated = save(&api, "/whole", "text/csv", "the statement", &file).await.unwrap_err();
         assert_eq!(repeated.exit_status, ExitStatus::Usage, "what is there stays");
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "one,two,three");
+        // It is found before anything is asked for.
+        let nowhere =
+            save(&api, "/cut", "text/csv", "the statement", &folder.path().join("no/it.csv")).await.unwrap_err();
+        assert!(nowhere.exit_status == ExitStatus::Usage && nowhere.next.is_some(), "{nowhere}");
         let nothing = save(&api, "/nothing", "text/csv", "the statement", &folder.path().join("no")).await;
         assert!(nothing.is_err() && !folder.path().join("no").exists());
     }

@@ -370,3 +370,41 @@ async fn policy_key_without_a_value_names_the_value_in_force() {
     assert!(unset.message.contains("gpuctl policy catalog"), "{unset}");
     assert!(!show("billing.windows").await.message.contains("resolve"), "no key of the catalog");
 }
+
+#[tokio::test]
+async fn no_token_is_issued_for_a_file_that_cannot_be_made() {
+    let issued: Arc<Mutex<u32>> = Arc::default();
+    let count = Arc::clone(&issued);
+    let issue = move || async move {
+        *count.lock().unwrap() += 1;
+        Json(
+            json!({ "token_id": "t", "expires_at": "2026-11-29T00:00:00Z", "bootstrap_bundle": { "token": "secret" } }),
+        )
+    };
+    let id = "0198f000-0000-7000-8000-00000000000a";
+    let api = api(Router::new().route(&format!("/api/v1/admin/nodes/{id}/enrollment-token"), post(issue))).await;
+    let token = async |to: &std::path::Path| {
+        let line = ["gpuctl", "nodes", "token", id, "--to", to.to_str().unwrap()];
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(line).unwrap();
+        let crate::Command::Nodes(command) = arguments.command else { panic!("another command") };
+        crate::nodes::run(command, &api).await
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let failure = token(&folder.path().join("not-there/token.json")).await.unwrap_err();
+    assert!(failure.exit_status == ExitStatus::Usage && failure.next.is_some(), "{failure}");
+    assert_eq!(*issued.lock().unwrap(), 0, "a token that nobody gets is not issued");
+    let file = folder.path().join("token.json");
+    token(&file).await.unwrap();
+    assert!(std::fs::read_to_string(&file).unwrap().contains("secret"));
+    assert!(token(&file).await.unwrap_err().message.contains("is there already"));
+    assert_eq!(*issued.lock().unwrap(), 1);
+}
+
+#[tokio::test]
+async fn list_that_repeats_itself_ends() {
+    // Each page names itself as the next one, and its entries are all filtered out.
+    let endless = || async { Json(json!({ "items": [{ "state": "removed" }], "next_page": "again" })) };
+    let api = api(Router::new().route(crate::resource_ref::NODE.path, get(endless))).await;
+    let failure = crate::resource_ref::present_nodes(&Vec::new(), 10, &api).await.unwrap_err();
+    assert!(failure.exit_status == ExitStatus::Server && failure.message.contains("repeats"), "{failure}");
+}

@@ -6,7 +6,7 @@
 use crate::failure::{ExitStatus, Failure};
 use crate::output::Output;
 use chrono::{DateTime, Utc};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize, Serializer};
@@ -143,7 +143,9 @@ impl Store {
     /// The login; `None` where there is none.
     pub(crate) fn read(&self) -> Result<Option<Login>, Failure> {
         let path = self.path();
-        let mut file = match File::open(&path) {
+        // A pipe in its place is not waited for.
+        let nonblocking = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or_default();
+        let mut file = match OpenOptions::new().read(true).custom_flags(nonblocking).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failure_at(&path, &error)),
@@ -154,6 +156,9 @@ impl Store {
             Failure::new(ExitStatus::LoggedOut, format!("{shown}: {why}"))
                 .next("Remove it, and log in again: gpuctl login")
         };
+        if !about.is_file() {
+            return Err(wrong("this is no login: it is no file"));
+        }
         if about.permissions().mode() & 0o077 != 0 {
             return Err(wrong("others can read this login, and may have"));
         }
@@ -218,6 +223,10 @@ impl Store {
         let lock = || {
             make_folder(&self.folder)?;
             let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path)?;
+            if (self.calls.try_lock)(&file) == Err(Errno::WOULDBLOCK) {
+                let shown = path.display();
+                out.notice(&format!("Another gpuctl of this profile changes its login; waiting for it ({shown})."));
+            }
             (self.calls.lock)(&file)?;
             Ok(ProfileLock(file))
         };
@@ -399,6 +408,22 @@ mod tests {
             let failure = store.read().unwrap_err();
             assert!(failure.exit_status == ExitStatus::LoggedOut && !failure.message.contains("hidden"), "{failure}");
         }
+    }
+
+    #[test]
+    fn folder_or_pipe_in_place_of_a_login_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().to_owned(), "default").unwrap();
+        let refused = || {
+            let failure = store.read().unwrap_err();
+            assert!(failure.exit_status == ExitStatus::LoggedOut && failure.message.contains("no file"), "{failure}");
+            assert!(failure.next.is_some(), "{failure}");
+        };
+        fs::create_dir(store.path()).unwrap();
+        refused();
+        fs::remove_dir(store.path()).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(store.path()).status().unwrap().success());
+        refused();
     }
 
     #[test]

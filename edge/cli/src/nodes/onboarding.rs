@@ -3,6 +3,7 @@
 use super::{ALONE, node_id, path};
 use crate::api::Api;
 use crate::completion;
+use crate::download::UnfinishedFile;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
 use crate::labels::Metadata;
@@ -11,9 +12,7 @@ use crate::resource_ref::{self, NODE, Ref, items};
 use crate::ssh_keys::public_key;
 use clap::ValueEnum;
 use serde_json::{Value, json};
-use std::fs::OpenOptions;
 use std::io::Write as _;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -174,29 +173,29 @@ fn probe_notice(node: &Value, id: &str) -> String {
 }
 
 pub(crate) async fn token(wanted: Token, api: &Api) -> Result<(), Failure> {
-    is_free(wanted.to.as_deref())?;
+    let file = secret_file(wanted.to.as_deref())?;
     let id = node_id(&wanted.node, api).await?;
     let mut body = json!({});
     if let Some(ttl) = wanted.ttl {
         body["ttl_seconds"] = ttl.as_secs().into();
     }
     let issued = api.post(&format!("{}/enrollment-token", path(id)), &body).await?;
-    bundle(&issued, "bootstrap_bundle", wanted.to.as_deref(), api)
+    bundle(&issued, "bootstrap_bundle", file, api)
 }
 
 pub(crate) async fn reissue(wanted: Reissue, api: &Api) -> Result<(), Failure> {
-    is_free(wanted.token.to.as_deref())?;
+    let file = secret_file(wanted.token.to.as_deref())?;
     let id = node_id(&wanted.token.node, api).await?;
     let mut body = json!({ "reason": wanted.reason, "revoke_current_certificate": wanted.revoke });
     if let Some(ttl) = wanted.token.ttl {
         body["ttl_seconds"] = ttl.as_secs().into();
     }
     let issued = api.post(&format!("{}/reissue-enrollment", path(id)), &body).await?;
-    bundle(&issued, "recovery_bundle", wanted.token.to.as_deref(), api)
+    bundle(&issued, "recovery_bundle", file, api)
 }
 
 pub(crate) async fn script(wanted: Script, api: &Api) -> Result<(), Failure> {
-    is_free(wanted.to.as_deref())?;
+    let file = secret_file(wanted.to.as_deref())?;
     let id = node_id(&wanted.node, api).await?;
     let form = match wanted.form {
         Form::Script => "script",
@@ -204,34 +203,34 @@ pub(crate) async fn script(wanted: Script, api: &Api) -> Result<(), Failure> {
     };
     let written = api.post(&format!("{}/bootstrap-script", path(id)), &json!({ "format": form })).await?;
     let Some(text) = written["script"].as_str() else {
-        return Err(Failure::new(ExitStatus::Server, "the server's answer holds no script"));
+        return Err(Failure::unusable_answer("the server's answer holds no script"));
     };
-    secret(&written, text.trim_end(), wanted.to.as_deref(), api)
+    secret(&written, text.trim_end(), file, api)
 }
 
-/// Checks that the file can be created, before a token is issued that could not be saved.
-fn is_free(to: Option<&Path>) -> Result<(), Failure> {
-    match to {
-        Some(to) if to.exists() => Err(Failure::usage(format!("{} is there already", to.display()))),
-        Some(_) | None => Ok(()),
-    }
+/// The file for a secret, made before the secret is issued: where it cannot be, nothing is issued that could not be saved.
+fn secret_file(to: Option<&Path>) -> Result<Option<(&Path, UnfinishedFile)>, Failure> {
+    to.map(|to| UnfinishedFile::create(to).map(|file| (to, file))).transpose()
 }
 
-fn bundle(issued: &Value, name: &str, to: Option<&Path>, api: &Api) -> Result<(), Failure> {
-    secret(issued, &format!("{:#}", issued[name]), to, api)
+fn bundle(issued: &Value, name: &str, file: Option<(&Path, UnfinishedFile)>, api: &Api) -> Result<(), Failure> {
+    secret(issued, &format!("{:#}", issued[name]), file, api)
 }
 
-/// Prints a text with a token, or writes it to a file that its owner alone can read.
-fn secret(answer: &Value, text: &str, to: Option<&Path>, api: &Api) -> Result<(), Failure> {
-    let Some(to) = to else {
+/// Prints a text with a token, or writes it to its file.
+fn secret(answer: &Value, text: &str, file: Option<(&Path, UnfinishedFile)>, api: &Api) -> Result<(), Failure> {
+    let Some((to, mut new)) = file else {
         return if api.out.is_json() { api.out.json(answer) } else { api.out.line(text) };
     };
-    let unwritten = |error: std::io::Error| Failure::usage(format!("{}: {error}", to.display()));
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(unwritten)?;
-    writeln!(file, "{text}").map_err(unwritten)?;
+    let shown = to.display();
+    writeln!(new.file, "{text}").map_err(|error| {
+        Failure::new(ExitStatus::Failed, format!("the token was issued, and {shown} cannot be written: {error}"))
+            .next("Make room there, and repeat the command for another token.")
+    })?;
+    new.keep();
     let until = cell(&answer["expires_at"]);
     let written = json!({ "file": to, "token_id": answer["token_id"], "expires_at": answer["expires_at"] });
-    api.out.done(&written, &format!("{} holds a token that is good until {until}.", to.display()))
+    api.out.done(&written, &format!("{shown} holds a token that is good until {until}."))
 }
 
 #[cfg(test)]
