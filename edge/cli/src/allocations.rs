@@ -18,10 +18,10 @@ use uuid::Uuid;
 pub(crate) enum Command {
     /// Rents GPUs, and waits until they can be used.
     Create(Create),
-    /// Your allocations, newest first; those of all users for administrators.
+    /// Lists your allocations, newest first; administrators see those of all users.
     #[command(visible_alias = "ls")]
     List(List),
-    /// One allocation.
+    /// Shows one allocation.
     Show {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
@@ -30,7 +30,7 @@ pub(crate) enum Command {
     Release {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
-        /// What was wrong with it, where something was.
+        /// What was wrong with the machine, if anything was.
         #[arg(long, value_name = "TEXT")]
         issue: Option<String>,
         #[command(flatten)]
@@ -43,13 +43,13 @@ pub(crate) enum Command {
     SshKeys {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
-        /// A key that opens it, and again for more.
+        /// An SSH key that opens it; repeatable.
         #[arg(long = "ssh-key", value_name = "ID|NAME", required_unless_present_any = ["default", "none"], add = completion::of(&SSH_KEY))]
         ssh_keys: Vec<Ref>,
-        /// Your default key, whichever that is.
+        /// Use your default key, whichever that is.
         #[arg(long, conflicts_with = "ssh_keys")]
         default: bool,
-        /// No key: it is reached by `gpuctl terminal` alone.
+        /// Use no key: it is reached by `gpuctl terminal` alone.
         #[arg(long, conflicts_with_all = ["ssh_keys", "default"])]
         none: bool,
     },
@@ -62,16 +62,16 @@ pub(crate) enum Command {
         #[command(flatten)]
         confirm: Confirm,
     },
-    /// How busy an allocation's GPUs are.
+    /// Shows how busy an allocation's GPUs are.
     Telemetry {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
     },
-    /// The history of an allocation.
+    /// Lists the transitions of an allocation.
     Events {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
-        /// Go on until it is released.
+        /// Print further ones as they come, until it is released.
         #[arg(long, short)]
         follow: bool,
     },
@@ -81,7 +81,7 @@ pub(crate) enum Command {
 pub(crate) struct AllocationAction {
     #[arg(add = completion::of(&ALLOCATION))]
     allocation: Ref,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -103,16 +103,16 @@ pub(crate) struct Create {
     /// How many GPUs, all on one node.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     gpus: u16,
-    /// In which region; in any of the SKU's where it is left out.
+    /// The region; any of the SKU's by default.
     #[arg(long, value_name = "CODE")]
     region: Option<String>,
-    /// On this node; on the one that fits best where it is left out.
+    /// The node; the one that fits best by default.
     #[arg(long, value_name = "ID|HOST", add = completion::of(&NODE))]
     node: Option<Ref>,
-    /// For the project that your login is for.
+    /// The project to which it belongs; it must be that of your login.
     #[arg(long, value_name = "ID")]
     project: Option<String>,
-    /// A key that opens it, and again for more; your default key where it is left out.
+    /// An SSH key that opens it; repeatable; your default key by default.
     #[arg(long = "ssh-key", value_name = "ID|NAME", add = completion::of(&SSH_KEY))]
     ssh_keys: Vec<Ref>,
     /// How long to wait for capacity where there is none (`90s`, `10m`).
@@ -136,16 +136,16 @@ pub(crate) struct Wait {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct List {
-    /// Those in this state: requested, provisioning, active, releasing, release_failed, released.
+    /// List those in this state: requested, provisioning, active, releasing, release_failed, released.
     #[arg(long)]
     state: Option<String>,
-    /// Also those that have ended.
+    /// List those that have ended, too.
     #[arg(long, conflicts_with = "state")]
     all: bool,
-    /// Those of this SKU.
+    /// List those of this SKU.
     #[arg(long, add = completion::sku_names())]
     sku: Option<String>,
-    /// Administrators: those of this user.
+    /// Administrators: list those of this user.
     #[arg(long, value_name = "ID")]
     user: Option<String>,
     #[command(flatten)]

@@ -9,26 +9,26 @@ use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The audit log, newest first.
+    /// Lists the audit log, newest first.
     #[command(visible_alias = "ls")]
     List(AuditFilter),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct AuditFilter {
-    /// Who did it: user:…, node:…, service-account:… or system:….
+    /// The actor: user:…, node:…, service-account:… or system:….
     #[arg(long)]
     actor: Option<String>,
-    /// What was done, such as nodes.retire.
+    /// The action, such as nodes.retire.
     #[arg(long)]
     action: Option<String>,
-    /// The kind of what it was done to, such as node.
+    /// The kind of the target, such as node.
     #[arg(long, value_name = "KIND")]
     target_kind: Option<String>,
-    /// What it was done to.
+    /// The target's id.
     #[arg(long, value_name = "ID")]
     target: Option<Uuid>,
-    /// The request that led to it.
+    /// The correlation id of the request that led to it.
     #[arg(long, value_name = "ID")]
     correlation_id: Option<String>,
     /// From this instant on (2026-11-22T12:00:00Z).

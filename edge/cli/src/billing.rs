@@ -16,14 +16,14 @@ use std::time::Duration;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The balance, how fast it is spent and how long it lasts.
+    /// Shows the balance, how fast it is spent and how long it lasts.
     Balance {
         #[command(flatten)]
         of: AccountSelector,
     },
-    /// The postings of the account, newest first.
+    /// Lists the postings of the account, newest first.
     Ledger(Ledger),
-    /// What something would cost, and whether your balance covers it.
+    /// Shows what a rental would cost, and whether your balance covers it.
     Estimate {
         /// The kind of machine: `gpuctl skus list` shows them.
         #[arg(long, add = completion::sku_names())]
@@ -31,11 +31,11 @@ pub(crate) enum Command {
         /// How many GPUs, all on one node.
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
         gpus: u16,
-        /// For so long (`90m`, `8h`).
+        /// How long it would run (`90m`, `8h`).
         #[arg(long = "for", value_name = "TIME", value_parser = duration::parse)]
         time: Option<Duration>,
     },
-    /// The months of which there are statements, latest first.
+    /// Lists the months of which there are statements, latest first.
     Statements {
         #[command(flatten)]
         of: AccountSelector,
@@ -43,13 +43,13 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// The statement of a month; with --as as a file.
+    /// Shows the statement of a month, or saves it as a file (--as).
     Statement(Statement),
-    /// Pays in: opens the page of the payment.
+    /// Pays money in: opens the page of the payment.
     TopUp(payments::TopUp),
-    /// What was paid in, oldest first.
+    /// Lists the payments, oldest first.
     Payments(payments::Payments),
-    /// One payment, with its refunds.
+    /// Shows one payment, with its refunds.
     Payment {
         #[arg(add = completion::of(&PAYMENT))]
         payment: Ref,
@@ -67,7 +67,7 @@ pub(crate) enum Command {
     DismissReview(payments::ReviewDecision),
     /// Refunds a payment, or credits what an allocation has cost.
     Refund(payments::Refund),
-    /// Administrators: all accounts, oldest first.
+    /// Administrators: lists all accounts, oldest first.
     Accounts(accounts::Accounts),
     /// Billing operators: opens an account.
     OpenAccount(accounts::Open),
@@ -87,16 +87,16 @@ pub(crate) struct AccountSelector {
 pub(crate) struct Ledger {
     #[command(flatten)]
     of: AccountSelector,
-    /// Of this kind, such as usage or credit.
+    /// List postings of this kind, such as usage or credit.
     #[arg(long)]
     kind: Option<String>,
-    /// For this allocation.
+    /// List postings for this allocation.
     #[arg(long, value_name = "ID", add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
-    /// Posted at this instant (2026-11-22T12:00:00Z) or later.
+    /// List what was posted at this instant (2026-11-22T12:00:00Z) or later.
     #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     from: Option<DateTime<Utc>>,
-    /// Posted before this instant.
+    /// List what was posted before this instant.
     #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     until: Option<DateTime<Utc>>,
     /// Show at most this many.
@@ -111,7 +111,7 @@ pub(crate) struct Statement {
     month: String,
     #[command(flatten)]
     of: AccountSelector,
-    /// As a file: csv has every posting, pdf is for people.
+    /// Save it as a file of this form: csv has every posting, pdf is for people.
     #[arg(long = "as", value_enum, value_name = "FORM")]
     form: Option<Form>,
     /// The file, which must not be there; `-` is standard output. statement-MONTH.csv or .pdf where it is left out.

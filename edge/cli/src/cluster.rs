@@ -90,7 +90,7 @@ pub(crate) struct RestartArgs {
     /// The member whose worker it is, by name or id.
     #[arg(long, value_name = "NAME|ID")]
     member: Option<String>,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: Option<String>,
     #[command(flatten)]

@@ -7,14 +7,14 @@ use serde_json::json;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The table as it holds.
+    /// Lists the rules in force.
     #[command(visible_alias = "ls")]
     List {
-        /// The overrides alone, with their authors.
+        /// Lists the overrides alone, with their authors.
         #[arg(long)]
         overrides: bool,
     },
-    /// Overrides the table for the findings of a pattern.
+    /// Overrides the rule for the findings of a pattern.
     Set {
         /// A probe and a code, such as xid/79 or xid/14*.
         pattern: String,
@@ -30,14 +30,14 @@ pub(crate) enum Command {
         /// What the tenant reads; required with evacuate or billing_credit.
         #[arg(long, value_name = "TEXT")]
         tenant_message: Option<String>,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
-    /// Takes an override back: the row of the table holds again.
+    /// Takes an override back: the built-in rule holds again.
     Unset {
         pattern: String,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },

@@ -15,7 +15,7 @@ const PATH: &str = "/api/v1/admin/keys";
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Every key with its phase, and the versions that each replica uses.
+    /// Lists every key with its phase, and the versions that each replica uses.
     #[command(visible_alias = "ls")]
     List,
     /// Makes a key that is trusted everywhere and used by nothing yet. Prints its id.
@@ -28,7 +28,7 @@ pub(crate) enum Command {
     Activate {
         #[command(flatten)]
         change: KeyAction,
-        /// Also while a replica does not know the key.
+        /// Activate it although a replica does not know it.
         #[arg(long)]
         force: bool,
     },
@@ -36,7 +36,7 @@ pub(crate) enum Command {
     Retire {
         #[command(flatten)]
         change: KeyAction,
-        /// Also before a signing key's grace has ended, and where nodes have certificates by this authority alone.
+        /// Retire it before a signing key's grace has ended, and where nodes have certificates by this authority alone.
         #[arg(long)]
         force: bool,
     },
@@ -58,7 +58,7 @@ pub(crate) struct KeyAction {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct KeyStep {
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
     #[command(flatten)]

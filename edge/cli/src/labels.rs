@@ -29,7 +29,7 @@ pub(crate) struct Metadata {
     /// A name for people; it need not be unique.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// A label, and again for more.
+    /// A label; repeatable.
     #[arg(long = "label", value_name = "KEY=VALUE")]
     labels: Vec<Label>,
 }
@@ -54,13 +54,13 @@ pub(crate) struct MetadataChange {
     /// A name for people; it need not be unique.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// Take its name away.
+    /// Remove its name.
     #[arg(long, conflicts_with = "name")]
     no_name: bool,
-    /// A label to set, and again for more.
+    /// A label to set; repeatable.
     #[arg(long = "label", value_name = "KEY=VALUE")]
     labels: Vec<Label>,
-    /// A label to remove, and again for more.
+    /// A label to remove; repeatable.
     #[arg(long = "remove-label", value_name = "KEY")]
     removed: Vec<String>,
 }
@@ -98,10 +98,10 @@ fn labels(set: Vec<Label>, removed: Vec<String>) -> Result<Map<String, Value>, F
 /// What a list is narrowed to.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Selector {
-    /// Those of this name.
+    /// List those of this name.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// Those that have this label, or have it with this value; again for more, all of which they have.
+    /// List those that have this label, or have it with this value; repeatable: they have all of them.
     #[arg(long = "label", short = 'l', value_name = "KEY[=VALUE]")]
     labels: Vec<String>,
 }

@@ -124,7 +124,7 @@ struct Common {
     /// The authorities of the service's certificate, PEM, where they are not the system's. [env: SVC_CA_BUNDLE_PATH]
     #[arg(long, global = true, value_name = "FILE")]
     ca_bundle: Option<PathBuf>,
-    /// The login to use; each is a file of its own; `default` where it is left out. [env: SVC_PROFILE]
+    /// The profile: the stored login to use; `default` if it is left out. [env: SVC_PROFILE]
     #[arg(long, global = true, value_name = "NAME")]
     profile: Option<String>,
     /// An access token to be used as it is, in place of a login. [env: SVC_ACCESS_TOKEN]
@@ -149,40 +149,40 @@ enum Command {
     Logout,
     /// Shows who is logged in, and whether the service agrees.
     Whoami,
-    /// What can be rented.
+    /// SKUs: the machines that can be rented, and their prices.
     #[command(subcommand, alias = "sku")]
     Skus(skus::Command),
-    /// How many GPUs are free, by SKU and region.
+    /// Shows how many GPUs are free, by SKU and region.
     Capacity,
-    /// What you rent.
+    /// Allocations: rent GPUs, look at what you rent, release it.
     #[command(subcommand, alias = "allocation")]
     Allocations(allocations::Command),
     /// Opens an SSH session on an allocation, or runs a command there.
     Ssh(ssh::SshArgs),
     /// Opens a terminal on an allocation, or shows and ends those there are.
     Terminal(terminal::TerminalArgs),
-    /// Notifications of what happens to your resources.
+    /// Notifications: watch what happens to your resources.
     #[command(subcommand, alias = "notification")]
     Notifications(notifications::Command),
-    /// Webhooks and e-mail addresses that are notified of events.
+    /// Notification endpoints: webhooks and e-mail addresses for events.
     #[command(subcommand, alias = "notification-endpoint")]
     NotificationEndpoints(notification_endpoints::Command),
-    /// What terminals showed, to be played back.
+    /// Recordings: what terminals showed, to be played back.
     #[command(subcommand, alias = "recording")]
     Recordings(recordings::Command),
-    /// Your prepaid money.
+    /// Billing: your balance, payments, statements and refunds.
     #[command(subcommand)]
     Billing(billing::Command),
-    /// The SSH keys that open what you rent.
+    /// SSH keys: what opens what you rent.
     #[command(subcommand, alias = "ssh-key")]
     SshKeys(ssh_keys::Command),
-    /// Accounts for programs that act for you.
+    /// Service accounts: for programs that act for you.
     #[command(subcommand, alias = "service-account")]
     ServiceAccounts(service_accounts::Command),
-    /// Where you are logged in to the web console.
+    /// Sessions: your logins to the web console.
     #[command(subcommand, alias = "session")]
     Sessions(sessions::Command),
-    /// Billing operators: what the payment processor sent.
+    /// Billing operators: events of the payment processor.
     #[command(subcommand, alias = "processor-event")]
     ProcessorEvents(processor_events::Command),
     /// Administrators: the machines.
@@ -191,10 +191,10 @@ enum Command {
     /// Administrators: updates of the agents of many nodes.
     #[command(subcommand, alias = "rollout")]
     Rollouts(rollouts::Command),
-    /// Administrators: what follows from health findings.
+    /// Administrators: rules for what follows from health findings.
     #[command(subcommand, alias = "health-rule")]
     HealthRules(health_rules::Command),
-    /// Administrators: limits, lifetimes and switches.
+    /// Administrators: policies: limits, lifetimes and switches.
     #[command(subcommand, alias = "policies")]
     Policy(policy::Command),
     /// Administrators and auditors: the audit log.
@@ -206,17 +206,17 @@ enum Command {
     /// Administrators: the service's own keys, and their rotation.
     #[command(subcommand, alias = "key")]
     Keys(keys::Command),
-    /// Administrators: the service on one screen.
+    /// Administrators: shows the service on one screen.
     Overview,
-    /// Administrators: the alerts that fire in the monitoring of the service.
+    /// Administrators: lists the alerts that fire in the monitoring of the service.
     Alerts,
-    /// Administrators: the load of the nodes by SKU and region, and the nodes that do not report.
+    /// Administrators: shows the load of the nodes by SKU and region, and the nodes that do not report.
     Fleet,
-    /// Administrators: the supervision tree of the cluster, and what entities wait for.
+    /// Administrators: shows the supervision tree of the cluster, and what entities wait for.
     Tree(supervision_tree::TreeArgs),
-    /// Administrators: the members of the cluster.
+    /// Administrators: lists the members of the cluster.
     Cluster,
-    /// Administrators: one entity, and how it came to its state.
+    /// Administrators: shows one entity, and how it came to its state.
     Entity(cluster::EntityArgs),
     /// Administrators: restarts an entity or a worker.
     Restart(cluster::RestartArgs),

@@ -15,13 +15,13 @@ use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The nodes, without those that were removed.
+    /// Lists the nodes, without those that were removed.
     #[command(visible_alias = "ls")]
     List {
-        /// Those in this state, such as active, offline or quarantined.
+        /// List those in this state, such as active, offline or quarantined.
         #[arg(long)]
         state: Option<String>,
-        /// Also those that were removed.
+        /// List those that were removed, too.
         #[arg(long, conflicts_with = "state")]
         all: bool,
         /// Those of this SKU.
@@ -33,14 +33,14 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One machine.
+    /// Shows one machine.
     Show {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
     },
     /// Registers a machine; its agent is installed with `script` or `token`.
     Create(onboarding::Create),
-    /// Changes its name, its labels, its address or the operator's login on it.
+    /// Changes a node's name, its labels, its address or the operator's login on it.
     #[command(visible_alias = "set")]
     Update(Update),
     /// Issues an enrollment token in a bootstrap bundle. Earlier tokens of the node end.
@@ -49,17 +49,17 @@ pub(crate) enum Command {
     Script(onboarding::Script),
     /// Issues a token for a node that has lost its certificate.
     Reissue(onboarding::Reissue),
-    /// Its tasks: open ones, and those that have ended.
+    /// Lists a node's tasks: open ones, and those that have ended.
     Tasks {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
     },
-    /// Orders a task.
+    /// Orders a task for a node.
     Run {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
         task: TaskType,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -69,30 +69,30 @@ pub(crate) enum Command {
         node: Ref,
         /// The task's id, or its beginning.
         task: Ref,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
-    /// Takes it out of use.
+    /// Takes a node out of use.
     Retire {
         #[command(flatten)]
         order: NodeAction,
-        /// Let what runs on it end first.
+        /// Let its allocations end first.
         #[arg(long)]
         drain: bool,
     },
-    /// Takes a retired one into use again.
+    /// Takes a retired node into use again.
     Reactivate(NodeAction),
-    /// Removes a retired one for good.
+    /// Removes a retired node for good.
     Remove {
         #[command(flatten)]
         order: NodeAction,
         #[command(flatten)]
         confirm: Confirm,
     },
-    /// Places nothing new on it until an operator has looked.
+    /// Quarantines a node: it gets no new allocations until an operator has looked.
     Quarantine(NodeAction),
-    /// Replaces its agent by another version, which is rolled back unless the control plane answers it.
+    /// Replaces a node's agent by another version, which is rolled back unless the control plane answers it.
     UpdateAgent {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
@@ -102,18 +102,18 @@ pub(crate) enum Command {
         /// Try a version again that was rolled back on this node.
         #[arg(long)]
         force: bool,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
-    /// Tests the machine under load; it must have no allocations.
+    /// Tests a machine under load; it must have no allocations.
     Validate {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
         /// How thoroughly: quick takes about ten seconds, deep minutes.
         #[arg(long, value_enum, default_value = "quick")]
         level: ValidationLevel,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -123,13 +123,13 @@ pub(crate) enum Command {
         node: Ref,
         /// The GPU's UUID, as `nvidia-smi -L` on the machine prints it.
         gpu: String,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
     /// Has the bare-metal provider erase the machine and install it again.
     Reimage(NodeAction),
-    /// Ends a quarantine.
+    /// Ends a node's quarantine.
     ReleaseQuarantine(NodeAction),
     /// Clears a health finding until it occurs again.
     ClearFinding {
@@ -137,7 +137,7 @@ pub(crate) enum Command {
         node: Ref,
         /// The finding's id, or its beginning: `nodes show NODE` lists them.
         finding: Ref,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -147,7 +147,7 @@ pub(crate) enum Command {
 pub(crate) struct NodeAction {
     #[arg(add = completion::of(&NODE))]
     node: Ref,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

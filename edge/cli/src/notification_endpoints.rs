@@ -35,16 +35,16 @@ const EVENTS: [&str; 19] = [
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Your endpoints, oldest first.
+    /// Lists your endpoints, oldest first.
     #[command(visible_alias = "ls")]
     List {
-        /// Those of your organisation.
+        /// List those of your organisation.
         #[arg(long, conflicts_with_all = ["all", "state"])]
         org: bool,
-        /// Administrators: those of all users.
+        /// Administrators: list those of all users.
         #[arg(long)]
         all: bool,
-        /// Administrators: those in this state.
+        /// Administrators: list those in this state.
         #[arg(long, requires = "all", value_parser = ["active", "failing", "disabled"])]
         state: Option<String>,
         /// Show at most this many.
@@ -53,7 +53,7 @@ pub(crate) enum Command {
     },
     /// Makes an endpoint; `secret` shows what signs the messages of a webhook.
     Create(Create),
-    /// One endpoint, with its last attempts.
+    /// Shows one endpoint, with its last attempts.
     Show {
         #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
@@ -83,7 +83,7 @@ pub(crate) enum Command {
         #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
-    /// Messages that could not be delivered (dead letters).
+    /// Lists messages that could not be delivered (dead letters).
     DeadLetters {
         #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
@@ -140,7 +140,7 @@ pub(crate) struct Letters {
     /// This message alone.
     #[arg(long, value_name = "ID")]
     message: Option<Uuid>,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: Option<String>,
 }

@@ -20,10 +20,10 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TopUp {
-    /// How much: 20.00, in your account's currency, or "20.00 USD".
+    /// The amount: 20.00, in your account's currency, or "20.00 USD".
     #[arg(long)]
     amount: Amount,
-    /// The account's own currency where it is left out.
+    /// The currency; the account's own by default.
     #[arg(long, value_name = "CODE")]
     currency: Option<String>,
     /// Where your browser goes once it is paid; a page that says so where it is left out.
@@ -55,10 +55,10 @@ pub(crate) struct Pay {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Payments {
-    /// Administrators: those into this account.
+    /// Administrators: list those into this account.
     #[arg(long, value_name = "ID|USER", add = completion::of(&ACCOUNT))]
     account: Option<Ref>,
-    /// Those in this state: created, open, paid, deposited, refused, under_review, canceled, expired.
+    /// List those in this state: created, open, paid, deposited, refused, under_review, canceled, expired.
     #[arg(long)]
     state: Option<String>,
     /// Show at most this many.
@@ -74,10 +74,10 @@ pub(crate) struct Refund {
     /// Billing operators: an allocation whose cost is credited.
     #[arg(long, value_name = "ID", add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
-    /// How much: 5.00, or "5.00 USD"; all of it where it is left out.
+    /// The amount: 5.00, or "5.00 USD"; all of it where it is left out.
     #[arg(long)]
     amount: Option<Amount>,
-    /// Why.
+    /// The reason.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -90,7 +90,7 @@ pub(crate) struct ReviewDecision {
     /// What was paid, as `gpuctl billing payment` shows it behind `review`. Where something else waits by now, nothing is decided.
     #[arg(long, value_name = "REVIEW")]
     review: String,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Every key, with its bounds and default.
+    /// Lists every key, with its bounds and default.
     Catalog,
-    /// The values that are set, and their scopes.
+    /// Lists the values that are set, and their scopes.
     #[command(visible_alias = "ls")]
     List {
-        /// This key alone.
+        /// List values of this key alone.
         #[arg(long, add = completion::policy_keys())]
         key: Option<String>,
         #[command(flatten)]
@@ -25,7 +25,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One value, while it is in force or lies ahead.
+    /// Shows one value, while it is in force or lies ahead.
     Show {
         /// Its id, the beginning of it, or its key where it has one value alone.
         policy_value: Ref,
@@ -38,13 +38,13 @@ pub(crate) enum Command {
         value: String,
         #[command(flatten)]
         scope: Scope,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
         /// From when on (2026-11-22T12:00:00Z); at once where it is left out.
         #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
         effective_at: Option<DateTime<Utc>>,
-        /// What holds now; where it is another, nothing is set.
+        /// The value that you expect now: where it is another, nothing is set.
         #[arg(long, value_name = "VALUE")]
         old_value: Option<String>,
     },
@@ -54,17 +54,17 @@ pub(crate) enum Command {
         key: String,
         #[command(flatten)]
         scope: Scope,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
         /// The instant of one that lies ahead, as the list shows it; the one in force where it is left out.
         #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
         effective_at: Option<DateTime<Utc>>,
-        /// What is to be taken back; where it is another, nothing is.
+        /// The value that you expect: where it is another, nothing is taken back.
         #[arg(long, value_name = "VALUE")]
         old_value: Option<String>,
     },
-    /// The value that applies to a caller, and its source.
+    /// Shows the value that applies to a caller, and its source.
     Resolve {
         #[arg(add = completion::policy_keys())]
         key: String,
@@ -76,16 +76,16 @@ pub(crate) enum Command {
 /// The scope of a value.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Scope {
-    /// For this user.
+    /// The value for this user.
     #[arg(long, value_name = "ID")]
     user: Option<String>,
-    /// For this project.
+    /// The value for this project.
     #[arg(long, value_name = "ID")]
     project: Option<String>,
-    /// For this organisation.
+    /// The value for this organisation.
     #[arg(long, value_name = "ID")]
     org: Option<String>,
-    /// For all users on this plan.
+    /// The value for all users on this plan.
     #[arg(long)]
     plan: Option<String>,
 }

@@ -3,7 +3,7 @@
 use chrono::{DateTime, Utc};
 use serde_json::Value;
 
-/// The longest text in a table; `--output json` has the whole.
+/// The longest text in a row of a table; `--output json` has the whole.
 const LONGEST: usize = 200;
 /// The longest value on a line of its own, such as the address of a payment page.
 const LONGEST_ALONE: usize = 4096;
@@ -19,7 +19,7 @@ pub(crate) fn plain(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-/// A value in a cell of a table: texts as they are, labels as `key=value`, instants to the second, nothing as `-`.
+/// A value in a row of a table.
 pub(crate) fn cell(value: &Value) -> String {
     cut(text_of(value), LONGEST)
 }

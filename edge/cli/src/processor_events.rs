@@ -9,20 +9,20 @@ use serde_json::json;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The processor's events, oldest first.
+    /// Lists the processor's events, oldest first.
     #[command(visible_alias = "ls")]
     List {
-        /// Those in this state: received, retrying, dead, processed, dismissed.
+        /// List those in this state: received, retrying, dead, processed, dismissed.
         #[arg(long)]
         state: Option<String>,
-        /// The one with this id at the processor (`evt_…`).
+        /// List the one with this id at the processor (`evt_…`).
         #[arg(long, value_name = "ID")]
         event: Option<String>,
         /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One event.
+    /// Shows one event.
     Show {
         #[arg(add = completion::of(&PROCESSOR_EVENT))]
         event: Ref,
@@ -37,7 +37,7 @@ pub(crate) enum Command {
 pub(crate) struct EventAction {
     #[arg(add = completion::of(&PROCESSOR_EVENT))]
     event: Ref,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

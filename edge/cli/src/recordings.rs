@@ -24,10 +24,10 @@ const WHAT: &str = "the recording";
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The recordings of an allocation's terminals.
+    /// Lists the recordings of an allocation's terminals.
     #[command(visible_alias = "ls")]
     List(TerminalSelector),
-    /// One recording; its id is the session's.
+    /// Shows one recording; its id is the session's.
     Show {
         #[arg(add = completion::of(&RECORDING))]
         recording: Ref,
@@ -40,7 +40,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
     },
-    /// Plays one back in this terminal: space pauses, `q` ends it.
+    /// Plays a recording back in this terminal: space pauses, `q` ends it.
     Play(PlayArgs),
 }
 

@@ -9,20 +9,20 @@ use serde_json::json;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Who has which role.
+    /// Lists who has which role.
     #[command(visible_alias = "ls")]
     List {
-        /// Of this user alone.
+        /// List roles of this user alone.
         #[arg(long, value_name = "ID")]
         user: Option<String>,
-        /// This role alone.
+        /// List this role alone.
         #[arg(long, value_enum)]
         role: Option<Role>,
         /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One binding.
+    /// Shows one binding.
     Show {
         /// Its id, the beginning of it, or the user where they have one role.
         binding: Ref,
@@ -32,7 +32,7 @@ pub(crate) enum Command {
         /// The user's id at the identity provider, not their name; `gpuctl whoami` shows one's own.
         user: String,
         role: Role,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -41,7 +41,7 @@ pub(crate) enum Command {
         /// The user's id at the identity provider.
         user: String,
         role: Role,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: Option<String>,
     },

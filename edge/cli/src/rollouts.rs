@@ -9,22 +9,22 @@ use serde_json::{Value, json};
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The rollouts, oldest first.
+    /// Lists the rollouts, oldest first.
     #[command(visible_alias = "ls")]
     List {
-        /// Those in this state: running, paused, stopped, aborting, aborted, completed.
+        /// List those in this state: running, paused, stopped, aborting, aborted, completed.
         #[arg(long)]
         state: Option<String>,
         /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One rollout, with the first nodes that failed or were skipped.
+    /// Shows one rollout, with the first nodes that failed or were skipped.
     Show {
         #[arg(add = completion::of(&ROLLOUT))]
         rollout: Ref,
     },
-    /// The nodes whose update it has ordered, with the outcome of each.
+    /// Lists the nodes whose update a rollout has ordered, with the outcome of each.
     Nodes {
         #[arg(add = completion::of(&ROLLOUT))]
         rollout: Ref,
@@ -34,11 +34,11 @@ pub(crate) enum Command {
     },
     /// Updates the agents of many nodes: canaries first, then the others. Without --sku, --region and --node of all nodes.
     Create(NewRollout),
-    /// Begins no further update; those in flight go on.
+    /// Pauses a rollout: it begins no further update, and those in flight go on.
     Pause(RolloutAction),
-    /// Goes on with one that was paused or has stopped.
+    /// Resumes a rollout that was paused or has stopped.
     Resume(RolloutAction),
-    /// Begins no further update; it ends when those in flight have ended.
+    /// Aborts a rollout: it begins no further update, and ends when those in flight have ended.
     Abort(RolloutAction),
 }
 
@@ -68,7 +68,7 @@ pub(crate) struct NewRollout {
     /// This node. Repeat it for more than one.
     #[arg(long = "node", value_name = "NODE", add = completion::of(&NODE))]
     nodes: Vec<Ref>,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -77,7 +77,7 @@ pub(crate) struct NewRollout {
 pub(crate) struct RolloutAction {
     #[arg(add = completion::of(&ROLLOUT))]
     rollout: Ref,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

@@ -11,10 +11,10 @@ use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Your service accounts.
+    /// Lists your service accounts.
     #[command(visible_alias = "ls")]
     List {
-        /// Administrators: those of this user.
+        /// Administrators: list those of this user.
         #[arg(long, value_name = "ID")]
         user: Option<String>,
         /// Show at most this many.
@@ -24,11 +24,11 @@ pub(crate) enum Command {
     /// Makes a service account; it gets its keys with `add-key`.
     Create {
         name: String,
-        /// A role of yours that it has, and again for more; `user` where it is left out.
+        /// A role of yours that it has; repeatable; `user` by default.
         #[arg(long = "role", value_name = "ROLE", value_parser = ["user", "admin"])]
         roles: Vec<String>,
     },
-    /// One service account, with its keys.
+    /// Shows one service account, with its keys.
     Show {
         #[arg(value_name = "SERVICE-ACCOUNT", add = completion::of(&SERVICE_ACCOUNT))]
         account: Ref,

@@ -10,23 +10,23 @@ use serde_json::json;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Where you are logged in to the web console.
+    /// Lists where you are logged in to the web console.
     #[command(visible_alias = "ls")]
     List {
-        /// Administrators: the logins of all users.
+        /// Administrators: list the logins of all users.
         #[arg(long)]
         all: bool,
-        /// Administrators: those of this user.
+        /// Administrators: list those of this user.
         #[arg(long, value_name = "ID", requires = "all")]
         user: Option<String>,
-        /// Those in this state.
+        /// List those in this state.
         #[arg(long, value_enum)]
         state: Option<State>,
         /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// Ends one of yours, with its terminals.
+    /// Ends one of your logins to the console, with its terminals.
     End {
         /// Its id, or the beginning of it.
         #[arg(add = completion::of(&OWN))]
@@ -37,7 +37,7 @@ pub(crate) enum Command {
         /// Its id, or the beginning of it.
         #[arg(add = completion::of(&ANY))]
         session: Ref,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },

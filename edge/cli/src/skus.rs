@@ -14,34 +14,34 @@ const MAX_LISTED: usize = 1000;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The offered SKUs, with their prices.
+    /// Lists the offered SKUs, with their prices.
     #[command(visible_alias = "ls")]
     List {
-        /// Administrators: also SKUs that are not offered.
+        /// Administrators: list SKUs that are not offered, too.
         #[arg(long)]
         all: bool,
-        /// Administrators: those in this status: draft, active, deprecated, inactive.
+        /// Administrators: list those in this status: draft, active, deprecated, inactive.
         #[arg(long, value_name = "STATUS", requires = "all")]
         status: Option<String>,
         /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// Administrators: one SKU, with who has approved what.
+    /// Administrators: shows one SKU, with who has approved what.
     Show {
         #[arg(add = completion::of(&SKU))]
         sku: Ref,
     },
-    /// Administrators: makes a draft.
+    /// Administrators: makes a SKU, as a draft.
     Create(Create),
-    /// Administrators: changes its price, its regions, or what its machines must have.
+    /// Administrators: changes a SKU's price, its regions, or what its machines must have.
     Update(Update),
-    /// Approves that it is offered.
+    /// Approves that a SKU is offered.
     Activate(Decision),
-    /// Approves that it is on its way out: it is listed no more and gets no further nodes. What runs goes on, and who knows its name rents
+    /// Approves that a SKU is on its way out: it is listed no more and gets no further nodes. What runs goes on, and who knows its name rents
     /// it while its nodes last.
     Deprecate(Decision),
-    /// Approves that it is withdrawn: it can no more be rented, and what runs goes on. Where nodes or allocations refer to it, give --impact-review
+    /// Approves that a SKU is withdrawn: it can no more be rented, and what runs goes on. Where nodes or allocations refer to it, give --impact-review
     /// and --rollback-plan, too.
     Deactivate(Decision),
 }

@@ -20,7 +20,7 @@ const MAX_KEY_FILE_BYTES: u64 = 16 * 1024;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Your keys.
+    /// Lists your keys.
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
@@ -33,14 +33,14 @@ pub(crate) enum Command {
     Add {
         /// The file with the public key; `-` reads standard input.
         file: PathBuf,
-        /// What to call it; the key's own comment, or the file's name, where it is left out.
+        /// Its name; the key's own comment, or the file's name, by default.
         #[arg(long)]
         name: Option<String>,
         /// Use it for your allocations by default.
         #[arg(long)]
         default: bool,
     },
-    /// One key.
+    /// Shows one key.
     Show {
         #[arg(add = completion::of(&SSH_KEY))]
         key: Ref,
@@ -68,7 +68,7 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct UserSelector {
-    /// Administrators: of this user.
+    /// Administrators: the keys of this user.
     #[arg(long, value_name = "ID", value_parser = user_id)]
     user: Option<String>,
 }

@@ -14,28 +14,28 @@ const DEEPEST: usize = 16;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TreeArgs {
-    /// Entities of this kind: node, allocation, sku and so on.
+    /// List entities of this kind: node, allocation, sku and so on.
     #[arg(long)]
     kind: Option<String>,
-    /// Entities in this state.
+    /// List entities in this state.
     #[arg(long)]
     state: Option<String>,
-    /// Entities past their deadline, and nothing else.
+    /// List entities past their deadline, and nothing else.
     #[arg(long)]
     overdue: bool,
-    /// Entities that failed too often, and nothing else.
+    /// List entities that failed too often, and nothing else.
     #[arg(long)]
     parked: bool,
-    /// With every worker of every member, whatever its state.
+    /// Show every worker of every member, whatever its state.
     #[arg(long)]
     workers: bool,
-    /// With the entities, one by one.
+    /// Show the entities, one by one.
     #[arg(long)]
     entities: bool,
-    /// With every worker and every member's shards one by one.
+    /// Show every worker, and every member's shards one by one.
     #[arg(long)]
     shards: bool,
-    /// With all workers, shards and entities.
+    /// Show all workers, shards and entities.
     #[arg(long)]
     all: bool,
     /// The most entities to print.

@@ -26,10 +26,10 @@ pub(crate) struct TerminalArgs {
     command: Option<Command>,
     #[arg(required = true, add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
-    /// Go back to a shell that was left; `gpuctl terminal sessions list` shows which there are.
+    /// Open a shell again that was left; `gpuctl terminal sessions list` shows which there are.
     #[arg(long, value_name = "ID")]
     session: Option<Ref>,
-    /// How long to look for a way back when the connection is lost (`90s`, `10m`).
+    /// How long to try to reconnect when the connection is lost (`90s`, `10m`).
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = duration::parse)]
     reconnect_for: Duration,
     /// Send every `~` to the shell.
@@ -39,7 +39,7 @@ pub(crate) struct TerminalArgs {
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The terminals there are.
+    /// Lists, shows and ends terminal sessions.
     #[command(subcommand)]
     Sessions(sessions::Command),
 }

@@ -12,10 +12,10 @@ use uuid::Uuid;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Accounts {
-    /// This user's.
+    /// The account of this user.
     #[arg(long, value_name = "ID", conflicts_with = "org")]
     user: Option<String>,
-    /// This organisation's.
+    /// The account of this organisation.
     #[arg(long, value_name = "ID")]
     org: Option<String>,
     /// Show at most this many.
@@ -25,10 +25,10 @@ pub(crate) struct Accounts {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Open {
-    /// This user's.
+    /// The account of this user.
     #[arg(long, value_name = "ID", conflicts_with = "org", required_unless_present = "org")]
     user: Option<String>,
-    /// This organisation's.
+    /// The account of this organisation.
     #[arg(long, value_name = "ID")]
     org: Option<String>,
     /// Its currency (ISO 4217).
@@ -38,13 +38,13 @@ pub(crate) struct Open {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Adjust {
-    /// The account, or whose it is.
+    /// The account's id, or that of its user or organisation.
     #[arg(add = completion::of(&ACCOUNT))]
     account: Ref,
     /// What is credited, or debited where it is negative: 20.00, "-5.00 EUR".
     #[arg(long, allow_hyphen_values = true)]
     amount: Amount,
-    /// Why; it is recorded in the ledger and in the audit log.
+    /// The reason, for the ledger and the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

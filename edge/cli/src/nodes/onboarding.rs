@@ -21,7 +21,7 @@ const MAX_COMPARED: usize = 10_000;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Create {
-    /// Its address: a name or an IP address.
+    /// The machine's address: a name or an IP address.
     host: String,
     /// The port of its SSH server.
     #[arg(long, default_value_t = 22)]
@@ -64,7 +64,7 @@ pub(crate) enum Onboarding {
 pub(crate) struct Token {
     #[arg(add = completion::of(&NODE))]
     node: Ref,
-    /// How long it is good for (`30m`, `24h`); as the policy says where it is left out.
+    /// How long it is good for (`30m`, `24h`); the policy's default if it is left out.
     #[arg(long, value_name = "TIME", value_parser = duration::parse)]
     ttl: Option<Duration>,
     /// The file for the bootstrap bundle, which must not be there; standard output where it is left out.
@@ -76,7 +76,7 @@ pub(crate) struct Token {
 pub(crate) struct Reissue {
     #[command(flatten)]
     token: Token,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
     /// Revoke the certificate that the node has now.

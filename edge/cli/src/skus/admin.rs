@@ -18,13 +18,13 @@ pub(crate) struct Create {
     /// What a GPU costs an hour, with its currency: "2.50 EUR".
     #[arg(long, value_name = "AMOUNT")]
     price: Amount,
-    /// A region where its nodes may be; may be given again.
+    /// A region where its nodes may be; repeatable.
     #[arg(long = "region", value_name = "CODE", required = true)]
     regions: Vec<String>,
-    /// Who makes the GPU.
+    /// The GPU's vendor.
     #[arg(long, value_name = "NAME", default_value = "NVIDIA")]
     gpu_vendor: String,
-    /// Which GPU.
+    /// The GPU's model.
     #[arg(long, value_name = "NAME")]
     gpu_model: String,
     /// A GPU's memory.
@@ -33,7 +33,7 @@ pub(crate) struct Create {
     /// How many GPUs a node has.
     #[arg(long, value_name = "N")]
     gpus: u16,
-    /// Which CPU.
+    /// The CPU's model.
     #[arg(long, value_name = "NAME")]
     cpu_model: String,
     /// How many cores a node has.
@@ -57,7 +57,7 @@ pub(crate) struct Update {
     /// What a GPU costs an hour from now on, with its currency: "2.50 EUR".
     #[arg(long, value_name = "AMOUNT", required_unless_present_any = ["regions", "ExpectedHardware", "expect_nothing", "minimums", "no_minimums"])]
     price: Option<Amount>,
-    /// A region where its nodes may be; may be given again; replaces the regions there are.
+    /// A region where its nodes may be; repeatable; replaces the regions there are.
     #[arg(long = "region", value_name = "CODE")]
     regions: Vec<String>,
     #[command(flatten)]
@@ -65,7 +65,7 @@ pub(crate) struct Update {
     /// Nothing is expected of its machines beside their GPUs.
     #[arg(long, conflicts_with = "ExpectedHardware")]
     expect_nothing: bool,
-    /// What a validation of its nodes has to reach, and again for more, in place of those there are: disk_read_mib_per_second=500.
+    /// What a validation of its nodes has to reach; repeatable; in place of those there are: disk_read_mib_per_second=500.
     #[arg(long = "minimum", value_name = "MEASUREMENT=N", value_parser = minimum)]
     minimums: Vec<(String, u64)>,
     /// A validation has to reach nothing any more.
@@ -113,10 +113,10 @@ impl ExpectedHardware {
 pub(crate) struct Decision {
     #[arg(add = completion::of(&SKU))]
     sku: Ref,
-    /// Why; it is recorded in the audit log.
+    /// The reason, for the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
-    /// In which of your roles you approve, where you have both.
+    /// The role in which you approve, if you have both.
     #[arg(long, value_enum)]
     role: Option<ApprovalRole>,
     /// For the deactivation of a SKU in use: who is affected.

@@ -14,21 +14,21 @@ const MOST: usize = 1000;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The open ones of an allocation.
+    /// Lists the open sessions of an allocation.
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
         listed: TerminalSelector,
-        /// Administrators: those in this state: opened, attached, detached, closed.
+        /// Administrators: list those in this state: opened, attached, detached, closed.
         #[arg(long, requires = "all")]
         state: Option<String>,
     },
-    /// Administrators: one of them.
+    /// Administrators: shows one session.
     Show {
         #[arg(add = completion::of(&TERMINAL_SESSION))]
         session: Ref,
     },
-    /// Ends one of yours, with the program that runs in it.
+    /// Ends one of your sessions, with the program that runs in it.
     End {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
@@ -39,7 +39,7 @@ pub(crate) enum Command {
     Kill {
         #[arg(add = completion::of(&TERMINAL_SESSION))]
         session: Ref,
-        /// Why; it is recorded in the audit log.
+        /// The reason, for the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -50,10 +50,10 @@ pub(crate) enum Command {
 pub(crate) struct TerminalSelector {
     #[arg(required_unless_present = "all", add = completion::of(&ALLOCATION))]
     pub(crate) allocation: Option<Ref>,
-    /// Administrators: those of all users, also ended ones.
+    /// Administrators: list those of all users, ended ones too.
     #[arg(long, conflicts_with = "allocation")]
     all: bool,
-    /// Administrators: those of this user.
+    /// Administrators: list those of this user.
     #[arg(long, value_name = "ID", requires = "all")]
     pub(crate) user: Option<String>,
     /// Show at most this many.
