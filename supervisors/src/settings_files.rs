@@ -1,8 +1,11 @@
 //! Settings from files, where no service manager reads them: in a container. `SVC_ENV_FILE` names them, and the program starts itself once more
 //! with what they set, as systemd does by `EnvironmentFile=`. So a secret is in a file that a pod mounts, and not in the pod's description, and
 //! a command in a running container has the same settings.
+//!
+//! A setting that a file and the environment give different values is refused: a pod's probes and its Service are made for what its description says, such as
+//! the address of its operators' port, and which of the two counts is not seen in either.
 
-use crate::config::{ConfigError, env_file};
+use crate::config::{ConfigError, env_file, settings_table};
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt as _;
@@ -18,13 +21,13 @@ pub const VARIABLE: &str = "SVC_ENV_FILE";
 /// [`ConfigError`] where a file cannot be used.
 pub fn apply() -> anyhow::Result<()> {
     let Some(paths) = std::env::var_os(VARIABLE).filter(|paths| !paths.is_empty()) else { return Ok(()) };
-    let settings = read(std::env::split_paths(&paths))?;
+    let settings = read(std::env::split_paths(&paths), |name| std::env::var(name).ok())?;
     let mut arguments = std::env::args_os();
     let mut again = Command::new(own_program());
     if let Some(name) = arguments.next() {
         again.arg0(name);
     }
-    // A variable that a file sets goes before the one of the environment, as in a unit.
+    // A variable of a file goes before the one of the environment, as in a unit, where it is no setting of this service.
     let error = again.args(arguments).envs(settings).env_remove(VARIABLE).exec();
     Err(error).context("the program cannot start itself again with the settings of SVC_ENV_FILE; /proc must be mounted")
 }
@@ -34,8 +37,11 @@ fn own_program() -> PathBuf {
     std::env::current_exe().ok().filter(|path| path.is_file()).unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
 }
 
-/// What the files set; of two with one name the one of the later file.
-fn read(paths: impl Iterator<Item = PathBuf>) -> Result<BTreeMap<String, String>, ConfigError> {
+/// What the files set; of two with one name the one of the later file. `environment` has what is set without them.
+fn read(
+    paths: impl Iterator<Item = PathBuf>,
+    environment: impl Fn(&str) -> Option<String>,
+) -> Result<BTreeMap<String, String>, ConfigError> {
     let (mut settings, mut problems) = (BTreeMap::new(), Vec::new());
     for path in paths {
         match env_file::read(&path) {
@@ -46,6 +52,18 @@ fn read(paths: impl Iterator<Item = PathBuf>) -> Result<BTreeMap<String, String>
             }
             Err(error) => problems.extend(error.problems.iter().map(|problem| format!("{VARIABLE}: {problem}"))),
         }
+    }
+    let differs = |name: &str, value: &str| {
+        let other = environment(name).filter(|other| !other.trim().is_empty());
+        settings_table::is_known(name) && other.is_some_and(|other| other != value)
+    };
+    let twice: Vec<_> =
+        settings.iter().filter(|(name, value)| differs(name, value)).map(|(name, _)| name.as_str()).collect();
+    if !twice.is_empty() {
+        problems.push(format!(
+            "{VARIABLE}: its files and the environment (the pod's description) set {} to different values; remove it from one of them",
+            twice.join(", ")
+        ));
     }
     let error = problems.into_iter().map(ConfigError::of).reduce(ConfigError::and);
     error.map_or(Ok(settings), Err)
@@ -64,17 +82,39 @@ mod tests {
             path
         };
         let (all, own) = (file("all.env", "A=1\nB=1\n"), file("own.env", "B='2 3'\n"));
-        let settings = read([all.clone(), own].into_iter()).unwrap();
+        let nothing = |_: &str| None;
+        let settings = read([all.clone(), own].into_iter(), nothing).unwrap();
         let expected = [("A", "1"), ("B", "2 3")].map(|(name, value)| (name.to_owned(), value.to_owned()));
         assert_eq!(settings, expected.into());
 
         let bad = file("bad.env", "export A=hunter2\n");
-        let error = read([all, bad, folder.path().join("absent.env")].into_iter()).unwrap_err().to_string();
+        let error = read([all, bad, folder.path().join("absent.env")].into_iter(), nothing).unwrap_err().to_string();
         assert!(
             error.contains("bad.env: line 1 ")
                 && error.contains("SVC_ENV_FILE: ")
                 && error.contains("absent.env cannot be read")
         );
         assert!(!error.contains("hunter2"), "{error}");
+    }
+
+    #[test]
+    fn setting_that_the_pod_has_too_is_refused_by_its_name_unless_both_agree() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("gpuaas.env");
+        let text = "SVC_OPERATIONS_LISTEN=127.0.0.1:9464\nSVC_ROLES=hunter2\nSVC_KEK_FILE=/etc/gpuaas/kek\nSVC_OIDC_AUDIENCE=gpuaas\nPATH=/bin\n";
+        std::fs::write(&file, text).unwrap();
+        let pod = |name: &str| match name {
+            "SVC_OPERATIONS_LISTEN" => Some("0.0.0.0:9464".to_owned()),
+            "SVC_ROLES" => Some("api".to_owned()),
+            "SVC_KEK_FILE" => Some("/etc/gpuaas/kek".to_owned()),
+            "SVC_OIDC_AUDIENCE" => Some(" ".to_owned()),
+            "PATH" => Some("/usr/bin".to_owned()),
+            _ => None,
+        };
+        let error = read([file.clone()].into_iter(), pod).unwrap_err().to_string();
+        assert!(error.contains("set SVC_OPERATIONS_LISTEN, SVC_ROLES to different values"), "{error}");
+        assert!(!error.contains("hunter2"), "{error}");
+        std::fs::write(&file, "SVC_OPERATIONS_LISTEN=0.0.0.0:9464\nSVC_KEK_FILE=/etc/gpuaas/kek\nPATH=/bin\n").unwrap();
+        assert_eq!(read([file].into_iter(), pod).unwrap().len(), 3);
     }
 }
