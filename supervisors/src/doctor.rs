@@ -7,6 +7,7 @@ mod host;
 pub(crate) mod nats;
 mod outside_services;
 mod postgres;
+mod service;
 mod settings;
 
 use crate::config::installed_settings::InstalledSettings;
@@ -31,6 +32,9 @@ pub struct DoctorArgs {
     token_file: Option<PathBuf>,
     #[arg(long, value_enum, default_value_t)]
     output: DoctorOutput,
+    /// One check alone.
+    #[arg(long, hide = true)]
+    only: Option<String>,
 }
 
 /// How findings are printed.
@@ -56,7 +60,7 @@ const NETWORK: &str =
 /// Where standard output cannot be written to.
 pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     let settings = InstalledSettings::open(args.env_file.as_deref());
-    let report = diagnose(settings, args.token_file).await?;
+    let report = examined(settings, args.token_file, args.only).await?;
     let mut out = std::io::stdout().lock();
     match args.output {
         DoctorOutput::Text => write!(out, "{}", report.as_text())?,
@@ -70,6 +74,14 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// Where no thread can be started.
 pub async fn diagnose(settings: InstalledSettings, token_file: Option<PathBuf>) -> anyhow::Result<DiagnosticReport> {
+    examined(settings, token_file, None).await
+}
+
+async fn examined(
+    settings: InstalledSettings,
+    token_file: Option<PathBuf>,
+    only: Option<String>,
+) -> anyhow::Result<DiagnosticReport> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     let settings = Arc::new(settings);
     let mut checks = checks(Arc::clone(&settings));
@@ -77,6 +89,9 @@ pub async fn diagnose(settings: InstalledSettings, token_file: Option<PathBuf>) 
         let examination = access_token::examine(settings, file);
         DiagnosticCheck::new("access-token", "how a token is read", REMOTE, NETWORK, examination)
     }));
+    if let Some(only) = only {
+        checks.retain(|check| check.name() == only);
+    }
     std::thread::Builder::new().spawn(move || {
         let _ = sender.send(examine("gpuaas", env!("CARGO_PKG_VERSION"), checks));
     })?;
@@ -95,8 +110,12 @@ fn checks(settings: Arc<InstalledSettings>) -> Vec<DiagnosticCheck> {
     };
     vec![
         local("settings", "the environment file and all variables", settings::examine),
+        remote("service", "whether it runs and is ready, and its unit", |it| Box::pin(service::examine(it))),
         local("files", "who may read the files with secrets", settings::examine_files),
         local("certificates", "the certificates that settings name, and their ends", certificates::examine),
+        remote("presented-certificates", "the certificate that the running listeners present", |it| {
+            Box::pin(certificates::examine_presented(it))
+        }),
         remote("postgres", "connection, clock, durability, standbys, schema, key ring", |it| {
             Box::pin(postgres::examine(it))
         }),

@@ -1,5 +1,6 @@
 //! One process of the control plane: the supervision tree, the cluster, the workers, and the commands of `gpuaas`.
 
+mod as_the_service;
 pub mod audit_command;
 pub mod begin_incarnation_command;
 pub mod cluster;

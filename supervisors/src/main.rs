@@ -2,6 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
+use std::time::Duration;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::begin_incarnation_command::{self, BeginIncarnationArgs};
 use supervisors::cluster::nats_permissions;
@@ -84,22 +85,30 @@ enum Command {
     },
 }
 
-#[tokio::main]
-async fn main() -> ExitCode {
+/// How long the end of the program waits for threads that are blocked, as on a file system that does not answer.
+const BLOCKED_THREADS_WITHIN: Duration = Duration::from_secs(2);
+
+fn main() -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return failed(&anyhow::Error::from(error).context("the program's threads cannot be started")),
+    };
+    let ended = runtime.block_on(started());
+    runtime.shutdown_timeout(BLOCKED_THREADS_WITHIN);
+    ended.unwrap_or_else(|error| failed(&error))
+}
+
+fn failed(error: &anyhow::Error) -> ExitCode {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
+    exit_status::code_of(error)
+}
+
+async fn started() -> anyhow::Result<ExitCode> {
     // The dependency graph has one provider; a second installation could only be a bug.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let ended = match settings_files::apply() {
-        Ok(()) => run(Arguments::parse()).await,
-        Err(error) => Err(error),
-    };
-    match ended {
-        Ok(code) => code,
-        Err(error) => {
-            use std::io::Write;
-            let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
-            exit_status::code_of(&error)
-        }
-    }
+    settings_files::apply()?;
+    run(Arguments::parse()).await
 }
 
 async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {

@@ -8,6 +8,7 @@ mod database;
 mod items;
 mod machine;
 mod redaction;
+mod server_url;
 mod service_api;
 
 use crate::config::installed_settings::InstalledSettings;
@@ -17,11 +18,16 @@ use archive::Bundle;
 use chrono::Utc;
 use items::{BundleItem, Collected};
 use redaction::SecretScrubber;
-use std::io::Write as _;
-use std::path::PathBuf;
+use std::io::{IsTerminal as _, Write as _};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
+
+/// The name of standard output and of standard input.
+const STANDARD_STREAM: &str = "-";
+/// The omission that stands for them.
+const UNREAD_SECRETS: &str = "secrets";
 
 /// Where the bundle goes, and what goes into it.
 #[derive(Debug, clap::Args)]
@@ -29,7 +35,8 @@ pub struct SupportBundleArgs {
     /// The environment file of the service, as for `gpuaas doctor`.
     #[arg(long, value_name = "FILE")]
     env_file: Option<PathBuf>,
-    /// The archive. Without it: gpuaas-support-TIME.tar.gz in this folder. A file that exists is not overwritten.
+    /// The archive. Without it: gpuaas-support-TIME.tar.gz in this folder. A file that exists is not overwritten. `-` is standard output, where this
+    /// user may write no file, as in a pod.
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Replace names, e-mail addresses, ids, hosts and addresses, the same one always by the same text.
@@ -38,7 +45,7 @@ pub struct SupportBundleArgs {
     /// A file with an access token of an administrator: with it the supervision tree and the members are asked of the public API.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// A file with the service's log, in place of the journal of its unit; its end is taken.
+    /// A file with the service's log, in place of the journal of its unit; its end is taken. `-` is standard input.
     #[arg(long, value_name = "FILE")]
     log_file: Option<PathBuf>,
     /// The unit whose journal is taken.
@@ -53,6 +60,9 @@ pub struct SupportBundleArgs {
     /// The bound on the time to collect it, in seconds.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(5..=600))]
     timeout_seconds: u64,
+    /// What Postgres has, and the names in it, without pseudonyms: for the command of another user, which goes on with it.
+    #[arg(long, hide = true)]
+    database_only: bool,
 }
 
 /// Collects, and writes the archive.
@@ -63,9 +73,18 @@ pub async fn run(args: SupportBundleArgs) -> anyhow::Result<()> {
     let at = Utc::now();
     let output =
         args.output.clone().unwrap_or_else(|| format!("gpuaas-support-{}.tar.gz", at.format("%Y%m%dT%H%M%SZ")).into());
-    anyhow::ensure!(!output.exists(), "{} exists; name another file with --output, or remove it", output.display());
+    let is_stdout = output == Path::new(STANDARD_STREAM);
+    anyhow::ensure!(
+        !is_stdout || !std::io::stdout().is_terminal(),
+        "standard output is a terminal; send it to a file: gpuaas support-bundle --output - > bundle.tar.gz"
+    );
+    anyhow::ensure!(
+        is_stdout || !output.exists(),
+        "{} exists; name another file with --output, or remove it",
+        output.display()
+    );
     let settings = Arc::new(InstalledSettings::open(args.env_file.as_deref()));
-    let scrubber = SecretScrubber::of(&settings, args.token_file.as_deref());
+    let (scrubber, unread) = SecretScrubber::of(&settings, args.token_file.as_deref()).await;
     let collected = collect(items::table(&settings, &args), Duration::from_secs(args.timeout_seconds)).await;
     let collected: Vec<Collected> = collected.into_iter().map(|item| item.scrubbed(&scrubber)).collect();
     let collected = match args.anonymous {
@@ -80,14 +99,21 @@ pub async fn run(args: SupportBundleArgs) -> anyhow::Result<()> {
     };
     let mut bundle = Bundle::new(at, args.anonymous, args.max_mib * 1024 * 1024);
     collected.into_iter().for_each(|item| bundle.add(item));
+    if !unread.is_empty() {
+        let why = format!("the text of these is not taken out, since they cannot be read: {}", unread.join("; "));
+        bundle.add(Collected::new(UNREAD_SECRETS, "files with secrets", Err(why)));
+    }
     let (count, omitted) = (bundle.count(), bundle.omissions());
     let written = {
         let output = output.clone();
-        tokio::task::spawn_blocking(move || bundle.write(&output)).await.context("the archive's thread ended")?
+        let write = move || if is_stdout { bundle.write_to(std::io::stdout().lock()) } else { bundle.write(&output) };
+        tokio::task::spawn_blocking(write).await.context("the archive's thread ended")?
     };
     let bytes = written?;
-    let mut out = std::io::stdout();
-    writeln!(out, "{}: {count} files, {} KiB; manifest.json lists them", output.display(), bytes.div_ceil(1024))?;
+    let mut out: Box<dyn std::io::Write> =
+        if is_stdout { Box::new(std::io::stderr()) } else { Box::new(std::io::stdout()) };
+    let place = if is_stdout { "standard output".into() } else { output.display().to_string() };
+    writeln!(out, "{place}: {count} files, {} KiB; manifest.json lists them", bytes.div_ceil(1024))?;
     for (name, reason) in omitted {
         writeln!(out, "  without {name}: {reason}")?;
     }

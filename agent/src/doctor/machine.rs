@@ -151,21 +151,57 @@ fn judge_tool(path: &Path, is_there: bool, consequence: &str, action: &str) -> D
 
 pub(super) fn ssh_port(flags: &Flags) -> Vec<DiagnosticFinding> {
     let config = AgentConfig::peek(flags, variable).ok();
+    let state_dir = config.as_ref().map(|config| config.state_dir.clone()).unwrap_or_default();
     let address = config.and_then(|config| config.system).and_then(|system| system.ssh_listen);
     vec![match address {
         None => {
             DiagnosticFinding::ok("the agent runs no sshd of its own (SVC_NODE_AGENT_SSH_LISTEN, --executor system)")
         }
-        Some(address) => judge_port(address, TcpListener::bind(address).map(drop).map_err(|error| error.kind())),
+        Some(address) => {
+            let bound = TcpListener::bind(address).map(drop).map_err(|error| error.kind());
+            judge_port(address, bound, &PortHolder::of(address.port(), &state_dir))
+        }
     }]
 }
 
-fn judge_port(address: SocketAddr, bound: Result<(), ErrorKind>) -> DiagnosticFinding {
+/// Who listens on the port of tenants' logins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum PortHolder {
+    /// The sshd that the agent has started, which outlives it for a moment.
+    Agent,
+    /// Another program, by its name and the id of its process.
+    Another(String, i32),
+    /// A process that this user may not see.
+    Hidden,
+}
+
+impl PortHolder {
+    fn of(port: u16, state_dir: &Path) -> Self {
+        let Some((program, pid)) = machine::port_holder(port) else { return Self::Hidden };
+        // The configuration of the agent's sshd, which its command line names, is that of this state folder.
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let config = state_dir.join("ssh/sshd_config").display().to_string();
+        match String::from_utf8_lossy(&command).contains(&config) {
+            true => Self::Agent,
+            false => Self::Another(program, pid),
+        }
+    }
+}
+
+fn judge_port(address: SocketAddr, bound: Result<(), ErrorKind>, holder: &PortHolder) -> DiagnosticFinding {
     match bound {
         Ok(()) => DiagnosticFinding::ok(format!("{address} is free (the agent does not run)")),
-        Err(ErrorKind::AddrInUse) => DiagnosticFinding::ok(format!(
-            "{address} is held, as it is while the agent runs; `ss -ltnp` shows by which process"
-        )),
+        Err(ErrorKind::AddrInUse) => match holder {
+            PortHolder::Agent => DiagnosticFinding::ok(format!("{address} is held by the agent's sshd")),
+            PortHolder::Another(program, pid) => DiagnosticFinding::error(
+                format!("{address} is held by {program} (process {pid}): tenants cannot log in by SSH"),
+                format!("stop {program}, or set SVC_NODE_AGENT_SSH_LISTEN to another address, and restart the agent"),
+            ),
+            PortHolder::Hidden => DiagnosticFinding::warning(
+                format!("{address} is held by a process that this user may not see"),
+                "run this command as root to see which",
+            ),
+        },
         Err(ErrorKind::AddrNotAvailable) => DiagnosticFinding::error(
             format!("this machine has no address {}", address.ip()),
             "set SVC_NODE_AGENT_SSH_LISTEN to one of its addresses",
@@ -265,8 +301,22 @@ mod tests {
         assert_eq!(judge_open_files(512).level, Warning);
         assert_eq!(judge_open_files(65_536).level, Fine);
         let address: SocketAddr = "192.0.2.1:2222".parse().unwrap();
-        assert_eq!(judge_port(address, Err(ErrorKind::AddrNotAvailable)).level, Error);
-        assert_eq!(judge_port(address, Err(ErrorKind::AddrInUse)).level, Fine);
+        let judge = |kind, holder: PortHolder| judge_port(address, Err(kind), &holder);
+        assert_eq!(judge(ErrorKind::AddrNotAvailable, PortHolder::Hidden).level, Error);
+        assert_eq!(judge(ErrorKind::AddrInUse, PortHolder::Agent).level, Fine);
+        assert_eq!(judge(ErrorKind::AddrInUse, PortHolder::Hidden).level, Warning);
+    }
+
+    #[test]
+    fn port_of_logins_that_another_program_has_is_an_error_with_its_name() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let holder = PortHolder::of(address.port(), Path::new("/var/lib/gpuaas-agent"));
+        let PortHolder::Another(program, pid) = &holder else { panic!("{holder:?}") };
+        assert_eq!(*pid, i32::try_from(std::process::id()).unwrap());
+        let found = judge_port(address, Err(ErrorKind::AddrInUse), &holder);
+        assert!(found.level == Error && found.summary.contains(program.as_str()), "{found:?}");
+        drop(listener);
     }
 
     #[test]

@@ -99,6 +99,11 @@ impl DiagnosticCheck {
         Self { name, subject, limit, if_late, examination: Box::pin(examination) }
     }
 
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        self.name
+    }
+
     /// A check that blocks its thread, as reading a file of a dead network file system does.
     pub fn blocking(
         name: &'static str,

@@ -3,12 +3,13 @@
 
 use super::env_file::{self, EnvFile};
 use super::variables::{Problem, Variables};
-use super::{Config, MaasConfig, MailSettings, OutsideServiceSettings, PaymentsConfig};
+use super::{Config, MaasConfig, MailSettings, OPERATIONS_LISTEN, OutsideServiceSettings, PaymentsConfig};
 use super::{database, identity, maas, mail, outside_service, payments, settings_table};
 use crate::process_roles::parse_roles;
 use edge::outbound::alertmanager::Alertmanager;
 use edge::outbound::log_store::LogStore;
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 /// The environment file of the Debian package's unit.
@@ -32,6 +33,7 @@ pub struct InstalledSettings {
     /// What is wrong with the file's lines.
     line_problems: Vec<Problem>,
     values: BTreeMap<String, String>,
+    is_of_the_unit: bool,
 }
 
 /// The services that the settings name, as far as their own settings can be used.
@@ -43,6 +45,16 @@ pub struct OutsideServices {
     pub log_store: Option<OutsideServiceSettings<LogStore>>,
     pub alertmanager: Option<OutsideServiceSettings<Alertmanager>>,
     pub identity: super::IdentityConfig,
+}
+
+/// Where a client on this machine reaches a listener: one of all addresses is reached on loopback.
+pub(crate) fn reached(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
 }
 
 impl InstalledSettings {
@@ -76,7 +88,8 @@ impl InstalledSettings {
         for (name, value) in environment {
             settings.values.entry(name).or_insert(value);
         }
-        if file == Some(default) || credentials.is_some() {
+        settings.is_of_the_unit = file == Some(default) || credentials.is_some();
+        if settings.is_of_the_unit {
             for (name, value) in UNIT_SETTINGS {
                 settings.values.entry(name.to_owned()).or_insert_with(|| value.to_owned());
             }
@@ -91,6 +104,23 @@ impl InstalledSettings {
             }
         }
         settings
+    }
+
+    /// Whether they are those of `gpuaas.service`: its environment file, or the credentials that it passes.
+    #[must_use]
+    pub fn is_of_the_unit(&self) -> bool {
+        self.is_of_the_unit
+    }
+
+    /// The operators' address, where a client on this machine reaches it.
+    ///
+    /// # Errors
+    /// Where the setting is no address.
+    pub fn operations_address(&self) -> Result<SocketAddr, String> {
+        let (name, default) = OPERATIONS_LISTEN;
+        let text = self.get(name).unwrap_or_else(|| default.to_owned());
+        let address: SocketAddr = text.parse().map_err(|_| format!("{name} is no address"))?;
+        Ok(reached(address))
     }
 
     /// The value; a blank one counts as not set.

@@ -1,11 +1,16 @@
 //! The certificates that the settings name, and their ends.
 
-use crate::config::installed_settings::InstalledSettings;
-use crate::config::settings_table;
+use super::{LOCAL, host};
+use crate::config::installed_settings::{InstalledSettings, reached};
+use crate::config::{NODE_LISTEN, PUBLIC_LISTEN, settings_table};
 use crate::metrics::certificate_log::ENDS_SOON;
 use chrono::{DateTime, Utc};
 use edge::tls::certificate_validity::{CertificateValidity, accepts, validities};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
 use std::io::Read as _;
+use std::net::SocketAddr;
+use std::sync::Arc;
 use telemetry::diagnosis::DiagnosticFinding;
 
 /// A bundle of all public authorities has a quarter of this.
@@ -13,6 +18,8 @@ const MOST_BYTES: u64 = 1 << 20;
 
 const CHAIN: &str = "SVC_TLS_CERT_PATH";
 const AUTHORITIES: &str = "SVC_TLS_CA_PATH";
+/// The listener of webhooks may be a plain one, behind a proxy.
+const TLS_LISTENERS: [&str; 2] = [PUBLIC_LISTEN.0, NODE_LISTEN.0];
 
 pub(super) fn examine(settings: &InstalledSettings) -> Vec<DiagnosticFinding> {
     let now = Utc::now();
@@ -77,29 +84,70 @@ fn judge_file(name: &str, path: &str, certificates: &[CertificateValidity], now:
     DiagnosticFinding::ok(format!("{name}: {path} ({subject}) ends in {days} days, at {ends}{also}"))
 }
 
-/// Whether agents, which trust the configured authorities alone, accept the certificate for the node API's address.
-fn examine_names(settings: &InstalledSettings, now: DateTime<Utc>) -> Option<DiagnosticFinding> {
-    // Behind proxies, agents see the proxies' certificate.
-    if settings.get("SVC_NODE_CLIENT_IDENTITY").is_some_and(|way| way != "tls") {
-        return None;
-    }
-    let url = settings.get("SVC_NODE_PUBLIC_URL")?;
-    let host = reqwest::Url::parse(&url).ok()?.host_str()?.to_owned();
-    let (chain, authorities) = (read(&settings.get(CHAIN)?).ok()?, read(&settings.get(AUTHORITIES)?).ok()?);
-    Some(judge_acceptance(
-        &host,
-        accepts(&authorities, &chain, &host, now).map_err(|error| anyhow::Error::from(error).root_cause().to_string()),
-    ))
+/// Whether agents, which trust the configured authorities alone, accept the certificate for the node API's address, and users' programs for
+/// that of the public API.
+fn examine_names(settings: &InstalledSettings, now: DateTime<Utc>) -> Vec<DiagnosticFinding> {
+    let file = |name| settings.get(name).and_then(|path| read(&path).ok());
+    let (Some(chain), Some(authorities)) = (file(CHAIN), file(AUTHORITIES)) else { return Vec::new() };
+    // Behind proxies, their certificate is presented.
+    let nodes_see_it = settings.get("SVC_NODE_CLIENT_IDENTITY").is_none_or(|way| way == "tls");
+    let users_see_it = settings.get("SVC_TRUSTED_PROXIES").is_none();
+    [("SVC_NODE_PUBLIC_URL", "agents", nodes_see_it), ("SVC_PUBLIC_URL", "users", users_see_it)]
+        .into_iter()
+        .filter(|(.., is_seen)| *is_seen)
+        .filter_map(|(name, clients, _)| {
+            let host = reqwest::Url::parse(&settings.get(name)?).ok()?.host_str()?.to_owned();
+            let accepted = accepts(&authorities, &chain, &host, now);
+            let accepted = accepted.map_err(|error| anyhow::Error::from(error).root_cause().to_string());
+            Some(judge_acceptance(clients, name, &host, accepted))
+        })
+        .collect()
 }
 
-fn judge_acceptance(host: &str, accepted: Result<(), String>) -> DiagnosticFinding {
+fn judge_acceptance(clients: &str, setting: &str, host: &str, accepted: Result<(), String>) -> DiagnosticFinding {
     match accepted {
-        Ok(()) => DiagnosticFinding::ok(format!("agents accept the server certificate for {host}")),
+        Ok(()) => DiagnosticFinding::ok(format!("{clients} accept the server certificate for {host}")),
         Err(why) => DiagnosticFinding::error(
-            format!("agents refuse the server certificate for {host}, the host of SVC_NODE_PUBLIC_URL: {why}"),
+            format!("{clients} refuse the server certificate for {host}, the host of {setting}: {why}"),
             format!(
                 "use a certificate that names {host} and is issued by an authority of SVC_TLS_CA_PATH, with its intermediates in SVC_TLS_CERT_PATH"
             ),
+        ),
+    }
+}
+
+/// Whether the listeners of the running service present the certificate that is in the file: a renewed one is taken up by a reload.
+pub(super) async fn examine_presented(settings: Arc<InstalledSettings>) -> Vec<DiagnosticFinding> {
+    let listeners = host::listeners(&settings).into_iter().filter(|(name, _)| TLS_LISTENERS.contains(name));
+    let Some(path) = settings.get(CHAIN) else { return Vec::new() };
+    let file = path.clone();
+    let read = tokio::task::spawn_blocking(move || read(&file)).await;
+    let Some(Ok(pem)) = read.ok() else { return Vec::new() };
+    let Some(Ok(leaf)) = CertificateDer::pem_slice_iter(pem.as_bytes()).next() else { return Vec::new() };
+    let presented = listeners.map(|(name, address)| async move { (name, presented_at(reached(address)).await) });
+    let presented = futures::future::join_all(presented).await;
+    presented.into_iter().map(|(name, presented)| judge_presented(name, &path, &leaf, presented.as_deref())).collect()
+}
+
+/// The server's certificate, whoever has issued it. `None` where nothing answers there by TLS.
+async fn presented_at(address: SocketAddr) -> Option<Vec<u8>> {
+    let client =
+        reqwest::Client::builder().tls_danger_accept_invalid_certs(true).tls_info(true).timeout(LOCAL).no_proxy();
+    let answer = client.build().ok()?.get(format!("https://{address}/api/v1/healthz")).send().await.ok()?;
+    answer.extensions().get::<reqwest::tls::TlsInfo>()?.peer_certificate().map(<[u8]>::to_vec)
+}
+
+fn judge_presented(name: &str, path: &str, leaf: &[u8], presented: Option<&[u8]>) -> DiagnosticFinding {
+    match presented {
+        None => {
+            DiagnosticFinding::ok(format!("{name}: nothing answers there by TLS, so that no certificate is compared"))
+        }
+        Some(presented) if presented == leaf => {
+            DiagnosticFinding::ok(format!("{name} presents the certificate of {path}"))
+        }
+        Some(_) => DiagnosticFinding::warning(
+            format!("{name} presents another certificate than that of {path}, as before it was renewed"),
+            "systemctl reload gpuaas; in Kubernetes, replace the pods",
         ),
     }
 }
@@ -142,8 +190,23 @@ mod tests {
     }
 
     #[test]
+    fn certificate_that_the_service_has_not_taken_up_is_a_warning_with_the_reload() {
+        let judge = |presented| judge_presented("SVC_PUBLIC_LISTEN", "/tls.pem", b"leaf", presented);
+        assert_eq!(judge(None).level, DiagnosticLevel::Ok);
+        assert_eq!(judge(Some(&b"leaf"[..])).level, DiagnosticLevel::Ok);
+        let before = judge(Some(&b"another"[..]));
+        assert_eq!(before.level, DiagnosticLevel::Warning);
+        assert!(before.action.unwrap().starts_with("systemctl reload gpuaas"));
+    }
+
+    #[test]
     fn certificate_that_agents_refuse_names_the_host() {
-        let refused = judge_acceptance("nodes.example", Err("certificate not valid for name".to_owned()));
+        let refused = judge_acceptance(
+            "agents",
+            "SVC_NODE_PUBLIC_URL",
+            "nodes.example",
+            Err("certificate not valid for name".to_owned()),
+        );
         assert_eq!(refused.level, DiagnosticLevel::Error);
         assert!(refused.action.unwrap().contains("nodes.example"));
     }

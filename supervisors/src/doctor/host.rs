@@ -38,7 +38,7 @@ pub(super) fn ports(settings: &InstalledSettings) -> Vec<DiagnosticFinding> {
 }
 
 /// The listeners of the roles, by their variables. Values that are no addresses are among the problems of settings.
-fn listeners(settings: &InstalledSettings) -> Vec<(&'static str, SocketAddr)> {
+pub(super) fn listeners(settings: &InstalledSettings) -> Vec<(&'static str, SocketAddr)> {
     let has = |roles: &[ProcessRole]| roles.iter().any(|role| settings.has_role(*role));
     let payments = settings.get("SVC_PAYMENTS_SECRET_KEY").is_some();
     let all = [
@@ -60,7 +60,7 @@ fn port_use(address: SocketAddr) -> PortUse {
     match TcpListener::bind(address) {
         Ok(_) => PortUse::Free,
         Err(error) => match error.kind() {
-            ErrorKind::AddrInUse => PortUse::Taken(holder(address.port())),
+            ErrorKind::AddrInUse => PortUse::Taken(machine::port_holder(address.port())),
             ErrorKind::AddrNotAvailable => PortUse::NoSuchAddress,
             _ => PortUse::Refused(error.to_string()),
         },
@@ -96,40 +96,9 @@ fn judge_port(name: &str, address: SocketAddr, used: &PortUse, first_unprivilege
     }
 }
 
-/// The process that listens on the port, of those that this user may see.
-fn holder(port: u16) -> Option<(String, i32)> {
-    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| std::fs::read_to_string(path).unwrap_or_default());
-    let sockets: BTreeSet<String> = tables
-        .iter()
-        .flat_map(|table| listening_inodes(table, port))
-        .map(|inode| format!("socket:[{inode}]"))
-        .collect();
-    let processes = std::fs::read_dir("/proc").ok()?.flatten();
-    processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).find_map(|pid| {
-        let mut descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
-        let is_it = |target: PathBuf| target.to_str().is_some_and(|target| sockets.contains(target));
-        descriptors.any(|descriptor| std::fs::read_link(descriptor.path()).is_ok_and(is_it)).then(|| {
-            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            (name.trim().to_owned(), pid)
-        })
-    })
-}
-
-/// The inodes of sockets that listen on the port (`proc_net(5)`).
-fn listening_inodes(table: &str, port: u16) -> Vec<u64> {
-    const LISTEN: &str = "0A";
-    let wanted = format!(":{port:04X}");
-    let inode = |line: &str| {
-        let fields: Vec<_> = line.split_whitespace().collect();
-        let (local, state) = (fields.get(1)?, fields.get(3)?);
-        (local.ends_with(&wanted) && *state == LISTEN).then(|| fields.get(9)?.parse().ok())?
-    };
-    table.lines().skip(1).filter_map(inode).collect()
-}
-
 /// Of the service, where it runs here, and otherwise of this command.
 pub(super) fn open_files(settings: &InstalledSettings) -> Vec<DiagnosticFinding> {
-    let service = listeners(settings).into_iter().find_map(|(_, address)| holder(address.port()));
+    let service = listeners(settings).into_iter().find_map(|(_, address)| machine::port_holder(address.port()));
     let service = service.filter(|(program, _)| program == PROGRAM).and_then(|(_, pid)| {
         let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
         Some((limit_of(&limits)?, format!("the service (process {pid})")))
@@ -204,10 +173,6 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let PortUse::Taken(Some((_, pid))) = port_use(address) else { panic!("it is taken") };
         assert_eq!(pid, i32::try_from(std::process::id()).unwrap());
-        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
-                     0: 0100007F:20FB 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n   \
-                     1: 0100007F:20FB 0100007F:A000 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n";
-        assert_eq!(listening_inodes(table, 0x20FB), [4711]);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Postgres: the connection, the clock, what it promises of a commit, its standbys, and the schema.
 
+use crate::as_the_service;
 use crate::cluster::clock::ClockOffset;
 use crate::config::installed_settings::InstalledSettings;
 use chrono::{DateTime, TimeDelta, Utc};
@@ -27,6 +28,10 @@ const OLDEST_BACKUP: TimeDelta = TimeDelta::hours(25);
 const AS_THE_SERVICE: &str = "systemd-run --wait --pipe --collect --quiet -p DynamicUser=yes -p User=gpuaas \
     -p EnvironmentFile=/etc/gpuaas/gpuaas.env -p LoadCredential=kek:/etc/gpuaas/kek -p LoadCredential=tls.pem:/etc/gpuaas/tls.pem \
     -p LoadCredential=tls.key:/etc/gpuaas/tls.key";
+
+/// The longest wait for that: its own limits, and the start of a process; less than the limit of the check.
+const AS_THE_SERVICE_WITHIN: Duration = Duration::from_secs(14);
+const REPORT: &str = "look at `journalctl` for the unit that systemd-run started";
 
 /// The parameters that are judged.
 const PARAMETERS: [&str; 9] = [
@@ -67,7 +72,12 @@ pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticF
     (config.application_name, config.connections) = ("gpuaas doctor".to_owned(), 1);
     (config.acquire_timeout, config.statement_timeout) = (Duration::from_secs(5), Duration::from_secs(4));
     if let Err(error) = pool::check_connection(&config).await {
-        return vec![judge_connection(&error)];
+        if as_the_service::is_needed(&error) && as_the_service::is_possible(&settings) {
+            let found = examine_as_the_service(&settings).await;
+            return found
+                .unwrap_or_else(|why| vec![judge_connection(&error, true), DiagnosticFinding::warning(why, REPORT)]);
+        }
+        return vec![judge_connection(&error, nix::unistd::geteuid().is_root())];
     }
     match opened(&config, &settings).await {
         Ok(findings) => findings,
@@ -82,13 +92,41 @@ fn unanswered(error: &str) -> DiagnosticFinding {
     )
 }
 
-fn judge_connection(error: &ConnectionError) -> DiagnosticFinding {
+/// The findings of this check by a process that Postgres' socket admits.
+async fn examine_as_the_service(settings: &InstalledSettings) -> Result<Vec<DiagnosticFinding>, String> {
+    let arguments = ["doctor", "--output", "json", "--only", "postgres"];
+    let printed = as_the_service::output(settings, &arguments, AS_THE_SERVICE_WITHIN).await?;
+    parse_findings(&printed)
+        .ok_or_else(|| format!("the command as that user printed {}", String::from_utf8_lossy(&printed)))
+}
+
+fn parse_findings(report: &[u8]) -> Option<Vec<DiagnosticFinding>> {
+    let report: serde_json::Value = strict_json::from_slice(report).ok()?;
+    let findings = report["checks"].as_array()?.first()?["findings"].as_array()?;
+    let finding = |it: &serde_json::Value| {
+        let (summary, action) = (it["summary"].as_str()?, it["action"].as_str().unwrap_or_default());
+        Some(match it["level"].as_str()? {
+            "ok" => DiagnosticFinding::ok(summary),
+            "warning" => DiagnosticFinding::warning(summary, action),
+            _ => DiagnosticFinding::error(summary, action),
+        })
+    };
+    findings.iter().map(finding).collect()
+}
+
+fn judge_connection(error: &ConnectionError, is_root: bool) -> DiagnosticFinding {
     let text = chain(error);
-    if text.contains("Peer authentication failed") {
-        return DiagnosticFinding::warning(
-            format!("Postgres' socket admits the service's user alone: {text}"),
-            format!("run this as that user: {AS_THE_SERVICE} gpuaas doctor"),
-        );
+    if as_the_service::is_needed(error) {
+        let summary = format!("Postgres' socket admits the service's user alone: {text}");
+        return match is_root {
+            true => {
+                DiagnosticFinding::warning(summary, format!("run this as that user: {AS_THE_SERVICE} gpuaas doctor"))
+            }
+            false => DiagnosticFinding::warning(
+                summary,
+                "run this command as root; where it was, install libnss-systemd, by which Postgres knows the service's user",
+            ),
+        };
     }
     let action = match error {
         ConnectionError::Down { .. } => {
@@ -449,6 +487,22 @@ mod tests {
             let (found, summary) = worst(&faulty);
             assert!(found == level && summary.contains(named), "{named}: {found:?} {summary}");
         }
+    }
+
+    #[test]
+    fn report_of_the_command_as_the_services_user_is_taken_over() {
+        let finding = |level: &str| serde_json::json!({ "level": level, "summary": level, "action": (level != "ok").then_some("do it") });
+        let report =
+            serde_json::json!({ "checks": [{ "findings": [finding("ok"), finding("warning"), finding("error")] }] });
+        let findings = parse_findings(report.to_string().as_bytes()).unwrap();
+        let expected = vec![
+            DiagnosticFinding::ok("ok"),
+            DiagnosticFinding::warning("warning", "do it"),
+            DiagnosticFinding::error("error", "do it"),
+        ];
+        assert_eq!(findings, expected);
+        assert_eq!(parse_findings(b"{}"), None);
+        assert_eq!(parse_findings(b"not JSON"), None);
     }
 
     #[test]

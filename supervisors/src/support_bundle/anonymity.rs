@@ -2,9 +2,9 @@
 //! knowing whose it is.
 
 use super::items::Collected;
+use super::server_url::ServerUrl;
 use crate::config::installed_settings::InstalledSettings;
 use regex::{Captures, Regex};
-use reqwest::Url;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::LazyLock;
@@ -12,6 +12,8 @@ use std::sync::LazyLock;
 /// Names of more entities than this are those of a machine's dump, not of a cluster.
 const MOST_NAMES: usize = 100_000;
 const SHORTEST_NAME: usize = 3;
+/// The names of one pattern: one of all names would exceed the bound on its size.
+const NAMES_OF_A_PATTERN: usize = 4000;
 
 /// Words that identify no one.
 const COMMON: [&str; 12] =
@@ -40,10 +42,14 @@ static ACTOR: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r#""(?:user|
 #[derive(Debug, Default)]
 pub(super) struct Pseudonyms {
     names: BTreeSet<String>,
-    /// The names as one pattern, made at the first replacement.
-    pattern: Option<Regex>,
+    /// There are more names than are replaced.
+    is_full: bool,
+    /// The names as patterns, made at the first replacement.
+    patterns: Option<Vec<Regex>>,
     /// By kind and original.
     given: BTreeMap<(&'static str, String), usize>,
+    /// The last number of each kind.
+    last: BTreeMap<&'static str, usize>,
 }
 
 impl Pseudonyms {
@@ -51,13 +57,10 @@ impl Pseudonyms {
     pub(super) fn of(settings: &InstalledSettings) -> Self {
         let mut pseudonyms = Self::default();
         for (name, value) in settings.set() {
-            let urls = value.split(',').filter_map(|url| Url::parse(url.trim()).ok());
-            let hosts: Vec<_> =
-                urls.filter_map(|url| Some((url.host_str()?.to_owned(), url.username().to_owned()))).collect();
-            hosts.into_iter().for_each(|(host, user)| {
-                pseudonyms.add(&host);
-                pseudonyms.add(&user);
-            });
+            if value.contains("://") {
+                let url = ServerUrl::read_list(value);
+                url.hosts.iter().chain(&url.users).for_each(|name| pseudonyms.add(name));
+            }
             if matches!(
                 name,
                 "SVC_MEMBER_NAME" | "SVC_HOST_NAME" | "SVC_LAB_STACK" | "SVC_TRUST_DOMAIN" | "SVC_NODE_ID"
@@ -78,9 +81,14 @@ impl Pseudonyms {
         let is_one = name.chars().count() >= SHORTEST_NAME
             && name.chars().any(char::is_alphabetic)
             && !COMMON.contains(&name.to_lowercase().as_str());
-        if is_one && self.names.len() < MOST_NAMES {
+        if !is_one || self.names.contains(name) {
+            return;
+        }
+        if self.names.len() < MOST_NAMES {
             self.names.insert(name.to_owned());
-            self.pattern = None;
+            self.patterns = None;
+        } else {
+            self.is_full = true;
         }
     }
 
@@ -101,28 +109,39 @@ impl Pseudonyms {
     }
 
     /// The text with pseudonyms.
-    pub(super) fn replace(&mut self, text: &str) -> String {
+    ///
+    /// # Errors
+    /// Where not every name can be replaced: then the text is not shown.
+    pub(super) fn replace(&mut self, text: &str) -> Result<String, String> {
+        if self.is_full {
+            return Err(format!("it may have names: there are more than {MOST_NAMES}, which are not all replaced"));
+        }
         let mut text = text.to_owned();
         for (kind, form) in [("id", &ID), ("email", &EMAIL)] {
             text = self.replace_form(kind, form.as_ref(), &text, |_| true);
         }
-        let pattern = self.pattern.clone().or_else(|| self.compile());
-        text = self.replace_form("name", pattern.as_ref(), &text, |_| true);
-        self.replace_form("address", ADDRESS.as_ref(), &text, |address| {
+        let patterns = match self.patterns.take() {
+            Some(patterns) => patterns,
+            None => self.compile().map_err(|error| format!("its names cannot be replaced: {error}"))?,
+        };
+        for pattern in &patterns {
+            text = self.replace_form("name", Some(pattern), &text, |_| true);
+        }
+        self.patterns = Some(patterns);
+        Ok(self.replace_form("address", ADDRESS.as_ref(), &text, |address| {
             address.parse::<IpAddr>().is_ok_and(|address| !address.is_loopback() && !address.is_unspecified())
-        })
+        }))
     }
 
-    /// One pattern of all names, the longest first.
-    fn compile(&mut self) -> Option<Regex> {
+    /// Patterns of all names, the longest first.
+    fn compile(&self) -> Result<Vec<Regex>, regex::Error> {
         let mut names: Vec<_> = self.names.iter().collect();
-        if names.is_empty() {
-            return None;
-        }
         names.sort_by_key(|name| std::cmp::Reverse(name.len()));
-        let names: Vec<_> = names.into_iter().map(|name| bounded(name)).collect();
-        self.pattern = regex::RegexBuilder::new(&names.join("|")).size_limit(64 << 20).build().ok();
-        self.pattern.clone()
+        let pattern = |names: &[&String]| {
+            let names: Vec<_> = names.iter().map(|name| bounded(name)).collect();
+            regex::RegexBuilder::new(&names.join("|")).size_limit(64 << 20).build()
+        };
+        names.chunks(NAMES_OF_A_PATTERN).map(pattern).collect()
     }
 
     fn replace_form(
@@ -141,8 +160,11 @@ impl Pseudonyms {
     }
 
     fn pseudonym(&mut self, kind: &'static str, original: &str) -> String {
-        let next = self.given.keys().filter(|(of, _)| *of == kind).count() + 1;
-        let number = *self.given.entry((kind, original.to_lowercase())).or_insert(next);
+        let last = self.last.entry(kind).or_default();
+        let number = *self.given.entry((kind, original.to_lowercase())).or_insert_with(|| {
+            *last += 1;
+            *last
+        });
         format!("{kind}-{number}")
     }
 }
@@ -169,11 +191,11 @@ mod tests {
         for it in [item("history.json", history), item("log.jsonl", log), item(NAMES, names)] {
             pseudonyms.learn(&it);
         }
-        let (history, log) = (pseudonyms.replace(history), pseudonyms.replace(log));
+        let (history, log) = (pseudonyms.replace(history).unwrap(), pseudonyms.replace(log).unwrap());
         assert_eq!(history, r#"[{"actor": "user:name-1", "entity": "id-1", "why": "for name-1"}]"#);
         let expected = r#"{"user_id":"name-1","message":"email-1 at address-1 and address-2, name-2, 127.0.0.1","version":"0.1.0"}"#;
         assert_eq!(log, expected);
-        assert_eq!(pseudonyms.replace("10.1.2.3 ANN@example.com 12:34:56"), "address-1 email-1 12:34:56");
+        assert_eq!(pseudonyms.replace("10.1.2.3 ANN@example.com 12:34:56").unwrap(), "address-1 email-1 12:34:56");
     }
 
     #[test]
@@ -182,6 +204,31 @@ mod tests {
         pseudonyms.add("lab");
         pseudonyms.add("user");
         pseudonyms.add("42");
-        assert_eq!(pseudonyms.replace("lab label lab-2 user 42"), "name-1 label name-1-2 user 42");
+        assert_eq!(pseudonyms.replace("lab label lab-2 user 42").unwrap(), "name-1 label name-1-2 user 42");
+    }
+
+    #[test]
+    fn every_name_of_a_large_installation_is_replaced_and_more_than_that_are_withheld() {
+        let mut pseudonyms = Pseudonyms::default();
+        let name = |number: usize| format!("gpu-node-of-a-large-installation-in-rack-{number}.example");
+        (0..MOST_NAMES).for_each(|number| pseudonyms.add(&name(number)));
+        let text = format!("{} and {}", name(0), name(MOST_NAMES - 1));
+        let replaced = pseudonyms.replace(&text).unwrap();
+        assert!(replaced.starts_with("name-") && !replaced.contains("rack"), "{replaced}");
+        pseudonyms.add(&name(0));
+        assert!(pseudonyms.replace(&text).is_ok(), "a name that is known");
+        pseudonyms.add(&name(MOST_NAMES));
+        assert!(pseudonyms.replace(&text).unwrap_err().contains("100000"));
+    }
+
+    #[test]
+    fn hosts_of_every_server_of_a_setting_are_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("gpuaas.env");
+        let settings = "SVC_DATABASE_URL=postgres://ann:x@db-one:5432,db-two:5432,db-three/gpuaas\nSVC_NATS_URL=tls://r:x@bus-one,bus-two:4222\n";
+        std::fs::write(&file, settings).unwrap();
+        let mut pseudonyms = Pseudonyms::of(&InstalledSettings::open(Some(&file)));
+        let replaced = pseudonyms.replace("db-one db-two db-three bus-one bus-two ann").unwrap();
+        assert_eq!(replaced, "name-1 name-2 name-3 name-4 name-5 name-6");
     }
 }

@@ -95,6 +95,19 @@ impl Bundle {
         Ok(bytes)
     }
 
+    /// Writes the archive to a stream, which may end at any byte of it, and returns its length.
+    ///
+    /// # Errors
+    /// Where the stream takes no more.
+    pub(super) fn write_to(&self, mut stream: impl Write) -> anyhow::Result<u64> {
+        // Complete before its first byte is written: a reader does not see an archive that the end of this process has cut.
+        let mut archive = Vec::new();
+        self.write_into(&mut archive)?;
+        let written = stream.write_all(&archive).and_then(|()| stream.flush());
+        written.context("standard output does not take the archive")?;
+        Ok(archive.len() as u64)
+    }
+
     fn write_into(&self, file: impl Write) -> io::Result<()> {
         let mut archive = tar::Builder::new(GzEncoder::new(file, Compression::default()));
         let folder = format!("gpuaas-support-{}", self.at.format("%Y%m%dT%H%M%SZ"));

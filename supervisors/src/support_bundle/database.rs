@@ -3,9 +3,14 @@
 
 use super::anonymity::NAMES;
 use super::items::{BundleItem, Collecting};
+use crate::as_the_service;
 use crate::config::installed_settings::InstalledSettings;
+use flate2::read::GzDecoder;
 use persistence::pool;
 use sqlx::PgPool;
+use std::collections::BTreeMap;
+use std::io::Read as _;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::OnceCell;
@@ -105,29 +110,55 @@ const READS: [(&str, &str, &str); 13] = [
              UNION SELECT body #>> '{registration,name}' FROM entity WHERE kind = 'node'
              UNION SELECT body #>> '{registration,host}' FROM entity WHERE kind = 'node'
              UNION SELECT name FROM member
-         ) names WHERE name IS NOT NULL LIMIT 100000",
+         ) names WHERE name IS NOT NULL LIMIT 100001",
     ),
 ];
 
-type SharedPool = Arc<OnceCell<Result<PgPool, String>>>;
+/// Where the files come from.
+#[derive(Clone)]
+enum DatabaseSource {
+    Pool(PgPool),
+    /// Those that a process of the service's user has read, by name, and why it has not.
+    Read(Arc<BTreeMap<String, Result<Vec<u8>, String>>>),
+}
+
+type SharedSource = Arc<OnceCell<Result<DatabaseSource, String>>>;
+
+/// The command that reads the database alone, as the service's user, and the longest wait for it.
+const READ_AS_THE_SERVICE: [&str; 6] =
+    ["support-bundle", "--database-only", "--output", "-", "--timeout-seconds", "14"];
+const AS_THE_SERVICE_WITHIN: Duration = Duration::from_secs(18);
 
 pub(super) fn table(settings: &Arc<InstalledSettings>, is_anonymous: bool) -> Vec<BundleItem> {
-    let pool = SharedPool::default();
+    let source = SharedSource::default();
     READS
         .into_iter()
         .filter(|(name, ..)| is_anonymous || *name != NAMES)
         .map(|(name, what, statement)| {
-            let collect = rows(Arc::clone(settings), Arc::clone(&pool), statement, name == NAMES);
+            let collect = rows(Arc::clone(settings), Arc::clone(&source), name, statement);
             BundleItem { name, what, limit: LIMIT, collect }
         })
         .collect()
 }
 
 /// The rows as JSON, one a line.
-fn rows(settings: Arc<InstalledSettings>, pool: SharedPool, statement: &'static str, are_names: bool) -> Collecting {
+fn rows(
+    settings: Arc<InstalledSettings>,
+    source: SharedSource,
+    name: &'static str,
+    statement: &'static str,
+) -> Collecting {
     Box::pin(async move {
-        let pool = pool.get_or_init(|| open(&settings)).await.clone()?;
-        let element = if are_names { "to_json(row.name)" } else { "row_to_json(row)" };
+        let pool = match source.get_or_init(|| open(&settings)).await.clone()? {
+            DatabaseSource::Pool(pool) => pool,
+            DatabaseSource::Read(files) => {
+                return files
+                    .get(name)
+                    .cloned()
+                    .unwrap_or_else(|| Err("it was not read as the service's user".to_owned()));
+            }
+        };
+        let element = if name == NAMES { "to_json(row.name)" } else { "row_to_json(row)" };
         let statement = format!("SELECT {element}::text FROM ({statement}) row");
         let rows: Vec<String> = sqlx::query_scalar(sqlx::AssertSqlSafe(statement))
             .fetch_all(&pool)
@@ -137,12 +168,64 @@ fn rows(settings: Arc<InstalledSettings>, pool: SharedPool, statement: &'static 
     })
 }
 
-async fn open(settings: &InstalledSettings) -> Result<PgPool, String> {
+async fn open(settings: &InstalledSettings) -> Result<DatabaseSource, String> {
     let mut config = settings.database().ok_or("SVC_DATABASE_URL is not set, or cannot be used")?;
     config.application_name = "gpuaas support-bundle".to_owned();
     (config.connections, config.statement_timeout) = (2, STATEMENT_TIMEOUT);
     config.acquire_timeout = LIMIT;
     let shown = |error: anyhow::Error| format!("{error:#}");
-    pool::check_connection(&config).await.map_err(|error| shown(error.into()))?;
-    pool::open(&config).map_err(|error| shown(error.into()))
+    match pool::check_connection(&config).await {
+        Ok(()) => {}
+        Err(error) if as_the_service::is_needed(&error) && as_the_service::is_possible(settings) => {
+            let archive = as_the_service::output(settings, &READ_AS_THE_SERVICE, AS_THE_SERVICE_WITHIN).await?;
+            let files = files_of(&archive).map_err(|error| format!("the archive of the service's user: {error}"))?;
+            return Ok(DatabaseSource::Read(Arc::new(files)));
+        }
+        Err(error) => return Err(shown(error.into())),
+    }
+    pool::open(&config).map(DatabaseSource::Pool).map_err(|error| shown(error.into()))
+}
+
+/// The files of a bundle by their names in its folder, and its omissions.
+fn files_of(archive: &[u8]) -> std::io::Result<BTreeMap<String, Result<Vec<u8>, String>>> {
+    let mut archive = tar::Archive::new(GzDecoder::new(archive));
+    let mut files = BTreeMap::new();
+    for entry in archive.entries()? {
+        let mut entry = entry?;
+        let name = entry.path()?.iter().skip(1).collect::<PathBuf>().display().to_string();
+        let mut content = Vec::new();
+        entry.read_to_end(&mut content)?;
+        files.insert(name, Ok(content));
+    }
+    let manifest = files.remove("manifest.json").and_then(Result::ok).unwrap_or_default();
+    let manifest: serde_json::Value = strict_json::from_slice(&manifest)?;
+    for omission in manifest["omissions"].as_array().into_iter().flatten() {
+        let text = |name: &str| omission[name].as_str().unwrap_or_default().to_owned();
+        files.insert(text("file"), Err(text("reason")));
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::support_bundle::archive::Bundle;
+    use crate::support_bundle::items::Collected;
+
+    #[test]
+    fn archive_of_the_services_user_is_read_with_its_omissions() {
+        let mut bundle = Bundle::new(chrono::DateTime::UNIX_EPOCH, false, 1 << 20);
+        bundle.add(Collected::new("database/parked.json", "a test", Ok(b"[]\n".to_vec())));
+        bundle.add(Collected::new("database/locks.json", "a test", Err("it did not answer in time".to_owned())));
+        let mut archive = Vec::new();
+        bundle.write_to(&mut archive).unwrap();
+        let files = files_of(&archive).unwrap();
+        let expected = [
+            ("database/locks.json".to_owned(), Err("it did not answer in time".to_owned())),
+            ("database/parked.json".to_owned(), Ok(b"[]\n".to_vec())),
+        ];
+        assert_eq!(files, expected.into());
+        assert!(files_of(b"a message").is_err());
+        assert!(files_of(&archive[..archive.len() / 2]).is_err());
+    }
 }

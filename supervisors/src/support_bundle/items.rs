@@ -46,7 +46,10 @@ impl Collected {
     }
 
     pub(super) fn anonymous(mut self, pseudonyms: &mut Pseudonyms) -> Self {
-        self.content = self.map_text(|text| (pseudonyms.replace(text), 0)).0;
+        self.content = match &self.content {
+            Ok(content) => pseudonyms.replace(&String::from_utf8_lossy(content)).map(String::into_bytes),
+            Err(why) => Err(pseudonyms.replace(why).unwrap_or_else(|error| error)),
+        };
         self
     }
 
@@ -70,12 +73,15 @@ const REMOTE: Duration = Duration::from_secs(20);
 const DOCTOR: Duration = Duration::from_secs(30);
 
 pub(super) fn table(settings: &Arc<InstalledSettings>, args: &SupportBundleArgs) -> Vec<BundleItem> {
+    if args.database_only {
+        return database::table(settings, true);
+    }
     let item = |name, what, limit, collect| BundleItem { name, what, limit, collect };
     let mut items = vec![
         item("doctor.json", "the findings of gpuaas doctor", DOCTOR, doctor(settings)),
         item("settings.json", "the settings, without their secrets", LOCAL, redaction::settings(settings)),
         item("machine.json", "versions, kernel, memory, load", LOCAL, machine::facts()),
-        item("log.jsonl", "the end of the service's log", LOCAL, machine::log(args)),
+        item("log.jsonl", "the end of the service's log", REMOTE, machine::log(args)),
         item("streams.json", "the streams of NATS", REMOTE, bus::streams(settings)),
     ];
     items.extend(service_api::table(settings, args));

@@ -2,16 +2,18 @@
 //! out.
 
 use super::items::{Collecting, pretty};
+use super::server_url::ServerUrl;
 use crate::config::installed_settings::InstalledSettings;
 use crate::config::settings_table;
 use domain::redact::REDACTED;
 use percent_encoding::percent_decode_str;
 use regex::Regex;
-use reqwest::Url;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 /// Settings whose value is a secret.
 const SECRETS: [&str; 10] = [
@@ -34,6 +36,8 @@ const URLS: [&str; 3] = ["SVC_DATABASE_URL", "SVC_NATS_URL", "SVC_SMTP_URL"];
 const SHORTEST: usize = 4;
 /// Of a file with secrets.
 const MOST_BYTES: usize = 64 * 1024;
+/// The longest wait for one.
+const READ_WITHIN: Duration = Duration::from_secs(3);
 
 /// What secrets of other origin look like: keys in PEM, tokens of HTTP, of users and of nodes, passwords in URLs.
 static FORMS: LazyLock<Vec<Regex>> = LazyLock::new(|| {
@@ -66,17 +70,7 @@ pub(super) fn settings(settings: &Arc<InstalledSettings>) -> Collecting {
 
 fn shown(name: &str, value: &str) -> String {
     if URLS.contains(&name) {
-        return Url::parse(value).map_or_else(
-            |_| REDACTED.to_owned(),
-            |mut url| {
-                let _ = url.set_password(None);
-                let _ = url.set_username("");
-                // Postgres takes its password as a parameter, too.
-                let parameters: Vec<_> = url.query_pairs().map(|(name, _)| name.into_owned()).collect();
-                url.set_query(None);
-                format!("{url} {parameters:?}")
-            },
-        );
+        return ServerUrl::read_list(value).shown.unwrap_or_else(|| REDACTED.to_owned());
     }
     // Collectors' variables have no rows, and `_HEADERS` has their token.
     let has_row = settings_table::names().any(|known| known == name);
@@ -88,15 +82,18 @@ fn shown(name: &str, value: &str) -> String {
 pub(super) struct SecretScrubber {
     /// The longest first: one may be a part of another.
     secrets: Vec<String>,
+    /// Secrets of digits alone, as whole words: within a longer number they are not the secret.
+    numbers: Vec<Regex>,
 }
 
 impl SecretScrubber {
-    pub(super) fn of(settings: &InstalledSettings, token_file: Option<&Path>) -> Self {
+    /// And why files with secrets could not be read: their text is not found then.
+    pub(super) async fn of(settings: &InstalledSettings, token_file: Option<&Path>) -> (Self, Vec<String>) {
         let mut secrets = BTreeSet::new();
         for (name, value) in settings.set() {
             let has_row = settings_table::names().any(|known| known == name);
             if URLS.contains(&name) {
-                secrets.extend(url_secrets(value));
+                secrets.extend(ServerUrl::read_list(value).passwords);
             } else if SECRETS.contains(&name) {
                 secrets.insert(value.to_owned());
                 secrets.extend(value.split([',', ':']).map(|part| part.trim().to_owned()));
@@ -112,21 +109,32 @@ impl SecretScrubber {
             }
         }
         let files = settings_table::SECRET_FILES.iter().filter_map(|name| settings.get(name)).map(Into::into);
-        for file in files.chain(token_file.map(Path::to_owned)) {
-            let text = std::fs::read_to_string::<std::path::PathBuf>(file).unwrap_or_default();
-            if text.len() > MOST_BYTES {
-                continue;
-            }
+        let files: Vec<PathBuf> = files.chain(token_file.map(Path::to_owned)).collect();
+        let mut unread = Vec::new();
+        for read in futures::future::join_all(files.into_iter().map(read_secret)).await {
+            let text = match read {
+                Ok(text) => text,
+                Err(why) => {
+                    unread.push(why);
+                    continue;
+                }
+            };
             let lines = text.lines().map(str::trim).filter(|line| !line.starts_with(['#', '-']));
             for line in lines {
                 secrets.extend(line.split([' ', ':']).filter(|word| word.len() >= 12).map(str::to_owned));
                 secrets.insert(line.to_owned());
             }
         }
-        let is_long = |secret: &String| secret.chars().count() >= SHORTEST && secret.parse::<u64>().is_err();
-        let mut secrets: Vec<_> = secrets.into_iter().filter(is_long).collect();
+        (Self::of_secrets(secrets), unread)
+    }
+
+    fn of_secrets(secrets: BTreeSet<String>) -> Self {
+        let is_long = |secret: &String| secret.chars().count() >= SHORTEST;
+        let is_number = |secret: &String| secret.bytes().all(|byte| byte.is_ascii_digit());
+        let (numbers, mut secrets): (Vec<_>, Vec<_>) = secrets.into_iter().filter(is_long).partition(is_number);
         secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
-        Self { secrets }
+        let numbers = numbers.iter().filter_map(|number| Regex::new(&format!(r"\b{number}\b")).ok()).collect();
+        Self { secrets, numbers }
     }
 
     /// The text without secrets, and how many were in it.
@@ -139,7 +147,7 @@ impl SecretScrubber {
                 text = text.replace(secret.as_str(), REDACTED);
             }
         }
-        for form in FORMS.iter() {
+        for form in self.numbers.iter().chain(FORMS.iter()) {
             let found = form.find_iter(&text).count();
             if found > 0 {
                 count += found;
@@ -150,27 +158,56 @@ impl SecretScrubber {
     }
 }
 
-/// The password as it is written, and decoded, and the values of parameters that may be one.
-fn url_secrets(url: &str) -> Vec<String> {
-    let Ok(parsed) = Url::parse(url) else { return vec![url.to_owned()] };
-    let mut secrets = Vec::new();
-    if let Some(password) = parsed.password() {
-        secrets.push(password.to_owned());
-        secrets.push(percent_decode_str(password).decode_utf8_lossy().into_owned());
+/// The text of a file with secrets, which may be on a file system that does not answer.
+async fn read_secret(path: PathBuf) -> Result<String, String> {
+    let file = path.clone();
+    let reading = tokio::task::spawn_blocking(move || {
+        let mut bytes = Vec::new();
+        std::fs::File::open(file)?.take(MOST_BYTES as u64 + 1).read_to_end(&mut bytes).map(|_| bytes)
+    });
+    let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", path.display());
+    match tokio::time::timeout(READ_WITHIN, reading).await {
+        Ok(Ok(Ok(bytes))) if bytes.len() > MOST_BYTES => Err(failed(&"it is too large for a file with a secret")),
+        Ok(Ok(Ok(bytes))) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
+        Ok(Ok(Err(error))) => Err(failed(&error)),
+        Ok(Err(error)) => Err(failed(&error)),
+        Err(_) => Err(failed(&"its file system does not answer")),
     }
-    secrets.extend(parsed.query_pairs().filter(|(name, _)| name == "password").map(|(_, value)| value.into_owned()));
-    secrets
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    #[tokio::test]
+    async fn file_with_a_secret_that_hangs_is_named_and_keeps_nothing_from_being_made() {
+        let folder = tempfile::tempdir().unwrap();
+        // A pipe without a writer does not answer, as a dead network file system.
+        let (pipe, file, large) = (folder.path().join("kek"), folder.path().join("env"), folder.path().join("token"));
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRUSR).unwrap();
+        std::fs::write(
+            &file,
+            format!("SVC_KEK_FILE={}\nSVC_DATABASE_URL=postgres://ann:hunter22@db/x\n", pipe.display()),
+        )
+        .unwrap();
+        std::fs::write(&large, "x".repeat(MOST_BYTES + 1)).unwrap();
+        let settings = InstalledSettings::open(Some(&file));
+        let (scrubber, unread) = SecretScrubber::of(&settings, Some(&large)).await;
+        assert!(
+            unread.len() == 2 && unread[0].ends_with("does not answer") && unread[1].ends_with("a secret"),
+            "{unread:?}"
+        );
+        assert_eq!(scrubber.scrub("hunter22").1, 1, "the others are found");
+        // It ends with the writer.
+        drop(std::fs::OpenOptions::new().write(true).open(&pipe).unwrap());
+    }
+
     #[test]
     fn value_that_is_or_may_be_a_secret_is_withheld() {
         for (name, value) in SECRETS.iter().map(|name| (*name, "hunter2")).chain([
             ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=hunter2"),
             ("SVC_DATABASE_URL", "postgres://gpuaas:hunter2@db.example/gpuaas?password=hunter2"),
+            ("SVC_DATABASE_URL", "postgres://gpuaas:hunter2@db-1:5432,db-2:5432/gpuaas"),
             ("SVC_NATS_URL", "no url with hunter2"),
         ]) {
             let shown = shown(name, value);
@@ -194,9 +231,13 @@ mod tests {
 
     #[test]
     fn secrets_are_taken_out_of_any_text() {
-        let scrubber = SecretScrubber { secrets: url_secrets("postgres://u:a%40bcd@db/x?password=other-one") };
+        let scrubber_of = |url: &str| SecretScrubber::of_secrets(ServerUrl::read_list(url).passwords);
+        let scrubber = scrubber_of("postgres://u:a%40bcd@db/x?password=other-one");
         let (text, count) = scrubber.scrub("tried a@bcd, then a%40bcd, then other-one");
         assert_eq!((text.matches(REDACTED).count(), count), (3, 3), "{text}");
+        let (text, count) =
+            scrubber_of("postgres://u:81726354@db-1,db-2/x").scrub("of u:81726354, at 1817263540, 81726354");
+        assert_eq!((text.as_str(), count), ("of u:[redacted], at 1817263540, [redacted]", 2));
         for secret in [
             "Authorization: Bearer abcdefghij",
             "gpuenr_AAAAAAAAAAAA",

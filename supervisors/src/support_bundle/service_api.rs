@@ -3,10 +3,8 @@
 use super::SupportBundleArgs;
 use super::archive::LONGEST_ITEM;
 use super::items::{BundleItem, Collecting};
-use crate::config::OPERATIONS_LISTEN;
 use crate::config::installed_settings::InstalledSettings;
 use reqwest::{Certificate, Client, redirect};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,26 +36,15 @@ pub(super) fn table(settings: &Arc<InstalledSettings>, args: &SupportBundleArgs)
 
 /// On the operators' address, in clear.
 fn own_process(settings: &Arc<InstalledSettings>, path: &'static str, needs_token: bool) -> Collecting {
-    let address = settings.get(OPERATIONS_LISTEN.0).unwrap_or_else(|| OPERATIONS_LISTEN.1.to_owned());
+    let address = settings.operations_address();
     let token = settings.get("INTERNAL_STATS_TOKEN");
     Box::pin(async move {
-        let address: SocketAddr = address.parse().map_err(|_| format!("{} is no address", OPERATIONS_LISTEN.0))?;
-        let mut request = client(None)?.get(format!("http://{}{path}", reachable(address)));
+        let mut request = client(None)?.get(format!("http://{}{path}", address?));
         if needs_token {
             request = request.bearer_auth(token.ok_or("INTERNAL_STATS_TOKEN is not set, which opens it")?);
         }
         answer(request, true).await
     })
-}
-
-/// An address that listens on all of the machine's is reached on its loopback.
-fn reachable(address: SocketAddr) -> SocketAddr {
-    let ip = match address.ip() {
-        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
-        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
-        ip => ip,
-    };
-    SocketAddr::new(ip, address.port())
 }
 
 fn public_api(settings: &Arc<InstalledSettings>, token_file: Option<PathBuf>, path: &'static str) -> Collecting {

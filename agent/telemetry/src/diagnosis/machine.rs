@@ -1,9 +1,10 @@
-//! Findings of any machine: free space, and who may read files with secrets.
+//! Findings of any machine: free space, who may read files with secrets, and which process has a port.
 
 use super::DiagnosticFinding;
 use nix::sys::statvfs::statvfs;
+use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 const MEBIBYTE: u64 = 1024 * 1024;
 
@@ -61,6 +62,38 @@ fn judge_mode(name: &str, path: &Path, mode: std::io::Result<u32>) -> Option<Dia
     }
 }
 
+/// The name and the id of the process that listens on the TCP port, of those that this user may see.
+#[must_use]
+pub fn port_holder(port: u16) -> Option<(String, i32)> {
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| std::fs::read_to_string(path).unwrap_or_default());
+    let sockets: BTreeSet<String> = tables
+        .iter()
+        .flat_map(|table| listening_inodes(table, port))
+        .map(|inode| format!("socket:[{inode}]"))
+        .collect();
+    let processes = std::fs::read_dir("/proc").ok()?.flatten();
+    processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).find_map(|pid| {
+        let mut descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
+        let is_it = |target: PathBuf| target.to_str().is_some_and(|target| sockets.contains(target));
+        descriptors.any(|descriptor| std::fs::read_link(descriptor.path()).is_ok_and(is_it)).then(|| {
+            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            (name.trim().to_owned(), pid)
+        })
+    })
+}
+
+/// The inodes of sockets that listen on the port (`proc_net(5)`).
+fn listening_inodes(table: &str, port: u16) -> Vec<u64> {
+    const LISTEN: &str = "0A";
+    let wanted = format!(":{port:04X}");
+    let inode = |line: &str| {
+        let fields: Vec<_> = line.split_whitespace().collect();
+        let (local, state) = (fields.get(1)?, fields.get(3)?);
+        (local.ends_with(&wanted) && *state == LISTEN).then(|| fields.get(9)?.parse().ok())?
+    };
+    table.lines().skip(1).filter_map(inode).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,5 +120,13 @@ mod tests {
         assert!(open.action.is_some_and(|action| action.starts_with("chmod go= /etc/gpuaas/kek")));
         let absent = judge(Err(std::io::ErrorKind::NotFound.into()));
         assert!(absent.is_some_and(|finding| finding.level == Error));
+    }
+
+    #[test]
+    fn socket_that_listens_on_a_port_is_found_in_the_kernels_table() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
+                     0: 0100007F:20FB 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n   \
+                     1: 0100007F:20FB 0100007F:A000 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n";
+        assert_eq!(listening_inodes(table, 0x20FB), [4711]);
     }
 }

@@ -481,7 +481,7 @@ _gpuaas() {
             return 0
             ;;
         gpuaas__subcmd__doctor)
-            opts="-h --env-file --token-file --output --help"
+            opts="-h --env-file --token-file --output --only --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -497,6 +497,10 @@ _gpuaas() {
                     ;;
                 --output)
                     COMPREPLY=($(compgen -W "text json" -- "${cur}"))
+                    return 0
+                    ;;
+                --only)
+                    COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 *)
@@ -1173,7 +1177,7 @@ _gpuaas() {
             return 0
             ;;
         gpuaas__subcmd__support__subcmd__bundle)
-            opts="-h --env-file --output --anonymous --token-file --log-file --unit --log-hours --max-mib --timeout-seconds --help"
+            opts="-h --env-file --output --anonymous --token-file --log-file --unit --log-hours --max-mib --timeout-seconds --database-only --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0

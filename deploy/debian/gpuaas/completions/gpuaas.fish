@@ -49,16 +49,18 @@ complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l env-file -d 'Th
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l token-file -d 'A file with an access token of the identity provider: with it the check `access-token` says how this service reads it, or which claim and setting refuse it' -r -F
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l output -r -f -a "text\t''
 json\t''"
+complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -l only -d 'One check alone' -r
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand doctor" -s h -l help -d 'Print help'
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l env-file -d 'The environment file of the service, as for `gpuaas doctor`' -r -F
-complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l output -d 'The archive. Without it: gpuaas-support-TIME.tar.gz in this folder. A file that exists is not overwritten' -r -F
+complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l output -d 'The archive. Without it: gpuaas-support-TIME.tar.gz in this folder. A file that exists is not overwritten. `-` is standard output, where this user may write no file, as in a pod' -r -F
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l token-file -d 'A file with an access token of an administrator: with it the supervision tree and the members are asked of the public API' -r -F
-complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l log-file -d 'A file with the service\'s log, in place of the journal of its unit; its end is taken' -r -F
+complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l log-file -d 'A file with the service\'s log, in place of the journal of its unit; its end is taken. `-` is standard input' -r -F
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l unit -d 'The unit whose journal is taken' -r
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l log-hours -d 'How much of the log is taken, in hours' -r
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l max-mib -d 'The bound on the whole content, in MiB, before compression' -r
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l timeout-seconds -d 'The bound on the time to collect it, in seconds' -r
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l anonymous -d 'Replace names, e-mail addresses, ids, hosts and addresses, the same one always by the same text'
+complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -l database-only -d 'What Postgres has, and the names in it, without pseudonyms: for the command of another user, which goes on with it'
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand support-bundle" -s h -l help -d 'Print help'
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand migrate" -l database-url -r
 complete -c gpuaas -n "__fish_gpuaas_using_subcommand migrate" -l database-ca -d 'The authorities that the database\'s certificate is verified with' -r -F
