@@ -29,7 +29,7 @@ use crate::auth::browser_session::{
 };
 use crate::auth::claims::TokenFault;
 use crate::auth::openid_claims::{IdToken, LogoutToken, OpenIdFault};
-use crate::auth::openid_provider::{IssuedTokens, ProviderFault};
+use crate::auth::openid_provider::{IssuedTokens, ProviderError, ProviderFault};
 use crate::auth::{Caller, INVALID};
 use crate::console_session::{same_origin, tell};
 use crate::http::correlation::{Scope, Service, no_store};
@@ -87,6 +87,7 @@ struct CallbackQuery {
     state: Option<String>,
     /// Why it did not log the user in.
     error: Option<String>,
+    error_description: Option<String>,
     /// The issuer.
     iss: Option<String>,
 }
@@ -161,7 +162,8 @@ async fn complete(
         return Err(not_logged_in("The response is not of this service's identity provider").because("another `iss`"));
     }
     if let Some(error) = &query.error {
-        let why = format!("the identity provider answered {:?}", error.chars().take(64).collect::<String>());
+        let error = ProviderError::new(error, query.error_description.as_deref());
+        let why = format!("the identity provider answered {}", error.with_step());
         return Err(not_logged_in("The identity provider did not log you in").because(why));
     }
     let code = query.code.as_deref().filter(|code| !code.is_empty() && code.len() <= MAX_PARAMETER);

@@ -105,7 +105,7 @@ pub enum TokenFault {
     Revoked,
     #[error("the service's own key that signed the token is retired")]
     Retired,
-    #[error("the identity provider's keys have not been fetched")]
+    #[error("the identity provider's keys, by which the token would be verified, cannot be fetched (SVC_OIDC_ISSUER)")]
     NoKeys(#[source] JwksError),
     #[error("the service account cannot be read")]
     Store(#[source] StoreError),
@@ -206,9 +206,9 @@ pub(super) fn read(
     let caller = Caller {
         user_id: user_id.into(),
         roles: granted,
-        org_id: configured(claims, &paths.org_id, "SVC_OIDC_CLAIM_ORG_ID")?.map(OrgId),
-        project_id: configured(claims, &paths.project_id, "SVC_OIDC_CLAIM_PROJECT_ID")?.map(ProjectId),
-        plan: configured(claims, &paths.plan, "SVC_OIDC_CLAIM_PLAN")?,
+        org_id: only_one(claims, &paths.org_id, "SVC_OIDC_CLAIM_ORG_ID")?.map(OrgId),
+        project_id: only_one(claims, &paths.project_id, "SVC_OIDC_CLAIM_PROJECT_ID")?.map(ProjectId),
+        plan: only_one(claims, &paths.plan, "SVC_OIDC_CLAIM_PLAN")?,
         token_expires_at,
         acting: None,
         browser_session: None,
@@ -350,7 +350,11 @@ fn missing(claim: &str, what: &str) -> TokenFault {
 
 /// The text at a path; an empty one counts as missing.
 pub(super) fn text(claims: &Map<String, Value>, path: &str) -> Result<Option<String>, TokenFault> {
-    match at(claims, path) {
+    text_of(at(claims, path), path)
+}
+
+fn text_of(value: Option<&Value>, path: &str) -> Result<Option<String>, TokenFault> {
+    match value {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) if text.is_empty() => Ok(None),
         Some(Value::String(text)) if is_plain(text) => Ok(Some(text.clone())),
@@ -363,8 +367,35 @@ pub(super) fn text(claims: &Map<String, Value>, path: &str) -> Result<Option<Str
 
 /// The text at a path that this setting names.
 fn configured(claims: &Map<String, Value>, path: &str, setting: &str) -> Result<Option<String>, TokenFault> {
-    text(claims, path).map_err(|fault| match fault {
+    text(claims, path).map_err(named(setting))
+}
+
+/// As there, of a claim that may also be a list of one text, or an object with one name: Keycloak's `organization` is either, the object with
+/// the organization's id below its name where the mapper adds it. The id is taken, since a name may change.
+fn only_one(claims: &Map<String, Value>, path: &str, setting: &str) -> Result<Option<String>, TokenFault> {
+    let value = at(claims, path);
+    let several = |of: &Value, count: usize| {
+        let kind = kind_of(of);
+        let why = format!("`{path}` is {kind} of {count}, and has to name one: ask the provider for a token of one");
+        named(setting)(TokenFault::Claim(why))
+    };
+    match value {
+        Some(list @ Value::Array(values)) if values.len() > 1 => Err(several(list, values.len())),
+        Some(Value::Array(values)) => text_of(values.first(), path).map_err(named(setting)),
+        Some(object @ Value::Object(names)) if names.len() > 1 => Err(several(object, names.len())),
+        Some(Value::Object(names)) => {
+            let Some((name, about)) = names.iter().next() else { return Ok(None) };
+            let name = Value::String(name.clone());
+            text_of(Some(about.get("id").filter(|id| !id.is_null()).unwrap_or(&name)), path).map_err(named(setting))
+        }
+        value => text_of(value, path).map_err(named(setting)),
+    }
+}
+
+/// Adds the setting to a fault of a claim.
+fn named(setting: &str) -> impl Fn(TokenFault) -> TokenFault {
+    move |fault| match fault {
         TokenFault::Claim(why) => TokenFault::Claim(format!("{why} ({setting})")),
         other => other,
-    })
+    }
 }

@@ -1,10 +1,11 @@
 //! The identity provider's published keys (RFC 7517), found by OpenID Connect Discovery 1.0.
 //!
-//! An unknown key id causes a fetch, at a bounded rate and never twice at once; cached keys stay while the provider cannot be reached. A
-//! set is bounded in size and number, and fetching it in time.
+//! An unknown key id causes a fetch, at a bounded rate and never twice at once; cached keys stay while the provider cannot be reached. A key
+//! is unknown after a complete fetch without it alone: a token of a key that the provider has just begun to use is no wrong one. A set is
+//! bounded in size and number, and fetching it in time.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -22,9 +23,13 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body, without_mark};
 
 const RSA_MIN_BYTES: usize = 256;
+/// The longest wait for the gap between two attempts.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// How many key ids are remembered that a fetch has not found.
+const MAX_ABSENT: usize = 1024;
 
 /// How the provider's keys are fetched.
 #[derive(Clone, Debug)]
@@ -117,6 +122,22 @@ struct Inner {
 struct FetchedKeys {
     keys: KeySet,
     at: Instant,
+    /// Key ids that were looked for and are not among these.
+    absent: Mutex<BTreeSet<String>>,
+}
+
+impl FetchedKeys {
+    /// A repeated token of an unknown key does not wait for the gap again.
+    fn is_known_absent(&self, kid: &str, gap: Duration) -> bool {
+        self.at.elapsed() < gap && self.absent.lock().unwrap_or_else(PoisonError::into_inner).contains(kid)
+    }
+
+    fn record_absent(&self, kid: &str) {
+        let mut absent = self.absent.lock().unwrap_or_else(PoisonError::into_inner);
+        if absent.len() < MAX_ABSENT {
+            absent.insert(kid.to_owned());
+        }
+    }
 }
 
 #[derive(Default)]
@@ -158,45 +179,56 @@ impl Jwks {
         Ok(self.0.keys.load().as_ref().map_or(0, |fetched| fetched.keys.values().map(Vec::len).sum()))
     }
 
-    /// The keys of this id that may sign with this algorithm; none where the id is unknown.
+    /// The keys of this id that may sign with this algorithm; none where a fetch that was complete has not found the id.
     ///
     /// # Errors
-    /// Where no keys were ever fetched.
+    /// Where the id is unknown and the keys cannot be fetched at the moment.
     pub(super) async fn keys_for(&self, kid: &str, algorithm: Algorithm) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
-        if let Some(fetched) = &*self.0.keys.load() {
-            let found = matching_keys(&fetched.keys, kid, algorithm);
-            if !found.is_empty() {
-                if fetched.at.elapsed() > self.0.settings.max_age {
-                    // Not awaited: the cached keys serve until the new ones are there.
-                    if let Some(refresh) = self.try_refresh() {
-                        tokio::spawn(refresh);
+        let (began, gap) = (Instant::now(), self.0.settings.min_refresh_gap);
+        let (mut permit, mut has_paused) = (None, false);
+        loop {
+            if let Some(fetched) = &*self.0.keys.load() {
+                let found = matching_keys(&fetched.keys, kid, algorithm);
+                if !found.is_empty() {
+                    if fetched.at.elapsed() > self.0.settings.max_age {
+                        // Not awaited: the cached keys serve until the new ones are there.
+                        if let Ok(refresh) = self.try_refresh() {
+                            tokio::spawn(refresh);
+                        }
                     }
+                    return Ok(found);
                 }
-                return Ok(found);
+                if fetched.at >= began {
+                    fetched.record_absent(kid);
+                    return Ok(found);
+                }
+                if fetched.is_known_absent(kid, gap) {
+                    return Ok(found);
+                }
             }
-        }
-        let outcome = match self.try_refresh() {
-            Some(refresh) => {
-                let _permit = self.0.waiting.try_acquire().map_err(|_| JwksError::TooManyWait)?;
-                refresh.await
+            if permit.is_none() {
+                permit = Some(self.0.waiting.try_acquire().map_err(|_| JwksError::TooManyWait)?);
             }
-            None => Err(JwksError::TooSoon),
-        };
-        match (&*self.0.keys.load(), outcome) {
-            (Some(fetched), _) => Ok(matching_keys(&fetched.keys, kid, algorithm)),
-            (None, Err(error)) => Err(error),
-            (None, Ok(())) => Ok(Vec::new()),
+            match self.try_refresh() {
+                Ok(refresh) => refresh.await?,
+                Err(pause) if has_paused || pause > LONGEST_PAUSE => return Err(JwksError::TooSoon),
+                Err(pause) => {
+                    tokio::time::sleep(pause).await;
+                    has_paused = true;
+                }
+            }
         }
     }
 
-    /// Joins the refresh in flight, or starts one unless the last attempt is too recent.
-    fn try_refresh(&self) -> Option<Refresh> {
+    /// Joins the refresh in flight, or starts one unless the last attempt is too recent: then the pause until the next one may start.
+    fn try_refresh(&self) -> Result<Refresh, Duration> {
         let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = &refreshing.running {
-            return Some(running.clone());
+            return Ok(running.clone());
         }
-        let too_soon = refreshing.last_attempt_at.is_some_and(|at| at.elapsed() < self.0.settings.min_refresh_gap);
-        (!too_soon).then(|| self.spawn_refresh(&mut refreshing))
+        let gap = self.0.settings.min_refresh_gap;
+        let pause = refreshing.last_attempt_at.map_or(Duration::ZERO, |at| gap.saturating_sub(at.elapsed()));
+        if pause.is_zero() { Ok(self.spawn_refresh(&mut refreshing)) } else { Err(pause) }
     }
 
     /// In a task of its own, so that it does not end with the request that began it.
@@ -238,7 +270,7 @@ impl Jwks {
             return Err(JwksError::NoKeys(address.to_owned()));
         }
         debug!(keys = keys.len(), "the identity provider's keys were refreshed");
-        self.0.keys.store(Some(Arc::new(FetchedKeys { keys, at: Instant::now() })));
+        self.0.keys.store(Some(Arc::new(FetchedKeys { keys, at: Instant::now(), absent: Mutex::default() })));
         Ok(())
     }
 
@@ -249,7 +281,7 @@ impl Jwks {
             return Err(failed(format!("status {}", response.status().as_u16())));
         }
         let body = read_bounded_body(response, self.0.settings.max_bytes).await.map_err(failed)?;
-        strict_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
+        strict_json::from_slice(without_mark(&body)).map_err(|_| failed("the answer is no JSON".into()))
     }
 }
 

@@ -1,6 +1,8 @@
 //! The identity provider as a client of it sees it: its metadata (OpenID Connect Discovery 1.0), the authorization code (RFC 6749, section
 //! 4.1, with PKCE, RFC 7636) and refresh tokens (section 6).
 
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -13,15 +15,16 @@ use thiserror::Error;
 use tokio::time::Instant;
 use url::Url;
 
-use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, one_line, read_bounded_body, without_mark};
 
 /// The timeout of each request: less than the lease of a refresh ([`domain::browser_session::REFRESH_LEASE`]).
 const TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_BYTES: usize = 256 * 1024;
 /// After which the metadata is read again.
 const METADATA_MAX_AGE: Duration = Duration::from_secs(300);
-/// The longest error code that is taken from the provider.
+/// The longest error code that is taken from the provider, and the longest description.
 const MAX_ERROR: usize = 64;
+const MAX_DESCRIPTION: usize = 300;
 /// How long the exchange of a code is sent again: less than a request of the console may take.
 const EXCHANGE_FOR: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -30,8 +33,13 @@ const LONGEST_LIFE: Duration = Duration::from_hours(366 * 24);
 /// The errors of a provider that is overloaded (RFC 6749, section 4.1.2.1).
 const PASSING: [&str; 3] = ["temporarily_unavailable", "server_error", "slow_down"];
 /// The errors that are a decision on the user's login, which the user has to repeat (RFC 6749, section 5.2; OpenID Connect Core 1.0, section
-/// 3.1.2.6).
-const DECISIONS: [&str; 4] = ["invalid_grant", "interaction_required", "login_required", "consent_required"];
+/// 3.1.2.6; Okta's `access_denied` by a policy).
+const DECISIONS: [&str; 5] =
+    ["invalid_grant", "interaction_required", "login_required", "consent_required", "access_denied"];
+/// Further ones of a refresh, whose request differs from one that was granted in the token alone: Dex and Zitadel answer `invalid_request`
+/// for a token that is spent, and the others have names of their own for it.
+const REFRESH_DECISIONS: [&str; 5] =
+    ["invalid_request", "invalid_token", "invalid_refresh_token", "token_expired", "token_inactive"];
 /// What is encoded in client credentials. The unreserved characters (RFC 3986, section 2.3) are not: some providers do not decode.
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
@@ -69,18 +77,64 @@ pub(crate) struct IssuedTokens {
     pub(crate) expires_in: Option<Duration>,
 }
 
+/// An error of the provider (RFC 6749, sections 4.1.2.1 and 5.2): its code, and its description for an operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ProviderError {
+    pub(crate) code: String,
+    description: Option<String>,
+}
+
+impl ProviderError {
+    /// Both bounded, on one line.
+    pub(crate) fn new(code: &str, description: Option<&str>) -> Self {
+        let description = description.map(|text| one_line(text, MAX_DESCRIPTION)).filter(|text| !text.is_empty());
+        Self { code: one_line(code, MAX_ERROR), description }
+    }
+
+    /// With what an operator may have to correct.
+    pub(crate) fn with_step(&self) -> String {
+        format!("{self}{}", step(&self.code))
+    }
+}
+
+impl fmt::Display for ProviderError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.code)?;
+        self.description.as_ref().map_or(Ok(()), |description| write!(f, " ({description})"))
+    }
+}
+
+/// The setting that an error of the provider is about, as the end of a sentence.
+fn step(code: &str) -> &'static str {
+    match code {
+        "invalid_client" => "; correct SVC_OIDC_CONSOLE_CLIENT_ID or SVC_OIDC_CONSOLE_CLIENT_SECRET",
+        "unauthorized_client" | "unsupported_grant_type" | "unsupported_response_type" => {
+            "; allow the client of SVC_OIDC_CONSOLE_CLIENT_ID the authorization code and refresh tokens at the provider"
+        }
+        "invalid_scope" => "; correct SVC_OIDC_CONSOLE_SCOPE, or allow these scopes to the client at the provider",
+        "invalid_target" | "invalid_resource" => "; correct SVC_OIDC_CONSOLE_RESOURCE",
+        "redirect_uri_mismatch" | "invalid_redirect_uri" => {
+            "; register SVC_PUBLIC_URL with /console/callback behind it as a redirect URI of the client at the provider"
+        }
+        "invalid_request" => {
+            "; compare SVC_OIDC_CONSOLE_SCOPE, SVC_OIDC_CONSOLE_RESOURCE and SVC_PUBLIC_URL with the client at the provider"
+        }
+        _ => "",
+    }
+}
+
 /// Why the provider issued no tokens.
 #[derive(Debug, Error)]
 pub(crate) enum ProviderFault {
     /// Its decision: the same request is refused again.
     #[error("the identity provider refused: {0}")]
-    Refused(String),
+    Refused(ProviderError),
     /// It has issued tokens that cannot be read: a code or a refresh token is spent.
     #[error("the identity provider's answer holds no access token")]
     Unreadable,
     /// It refuses the control plane itself, as its client: that is the operator's to correct, and no decision on this user.
-    #[error("the identity provider does not serve this client: {0}")]
-    Client(String),
+    #[error("the identity provider does not serve this client: {}", .0.with_step())]
+    Client(ProviderError),
     /// It cannot be reached, or does not answer as a token endpoint at the moment.
     #[error("the identity provider cannot be used: {0}")]
     Away(String),
@@ -93,6 +147,8 @@ pub struct OpenIdProvider {
     redirect_uri: String,
     client: Client,
     metadata: Mutex<Option<(Instant, Arc<ProviderMetadata>)>>,
+    /// The provider has taken the secret in the form alone, though its metadata names Basic, too.
+    takes_form_alone: AtomicBool,
 }
 
 impl OpenIdProvider {
@@ -106,7 +162,8 @@ impl OpenIdProvider {
     ) -> Result<Self, String> {
         let client = client_builder(authorities_pem)?.timeout(TIMEOUT).build().map_err(error_chain)?;
         let (issuer, redirect_uri) = (issuer.into(), redirect_uri.into());
-        Ok(Self { issuer, settings, redirect_uri, client, metadata: Mutex::default() })
+        let takes_form_alone = AtomicBool::new(false);
+        Ok(Self { issuer, settings, redirect_uri, client, metadata: Mutex::default(), takes_form_alone })
     }
 
     /// Where the provider sends the browser back to.
@@ -138,7 +195,7 @@ impl OpenIdProvider {
         if status != 200 {
             return Err(ProviderFault::Away(format!("its discovery document is answered {status}")));
         }
-        let metadata: ProviderMetadata = strict_json::from_slice(&body)
+        let metadata: ProviderMetadata = strict_json::from_slice(without_mark(&body))
             .map_err(|error| ProviderFault::Away(format!("its discovery document cannot be read: {error}")))?;
         if metadata.issuer != self.issuer {
             return Err(ProviderFault::Away("its discovery document is of another issuer".to_owned()));
@@ -175,7 +232,7 @@ impl OpenIdProvider {
         }
     }
 
-    /// Refreshes tokens. It is sent once: a refresh token that is sent a second time can be taken for a stolen one (RFC 9700, section 4.14.2).
+    /// Refreshes tokens. It is sent once, unless the provider did not know its client: a refresh token that is sent a second time can be taken for a stolen one (RFC 9700, section 4.14.2).
     pub(crate) async fn refresh(&self, refresh_token: &SecretString) -> Result<IssuedTokens, ProviderFault> {
         self.tokens(&[("grant_type", "refresh_token"), ("refresh_token", refresh_token.expose_secret())]).await
     }
@@ -184,32 +241,90 @@ impl OpenIdProvider {
         let metadata = self.metadata().await?;
         let mut form = form.to_vec();
         form.extend(self.settings.resource.as_deref().map(|resource| ("resource", resource)));
+        let authentication = match &self.settings.client_secret {
+            None => ClientAuthentication::Public,
+            Some(secret) if metadata.takes("client_secret_basic") && !self.takes_form_alone.load(Ordering::Relaxed) => {
+                ClientAuthentication::Basic(secret)
+            }
+            Some(secret) => ClientAuthentication::Form(secret),
+        };
+        let outcome = self.send_form(&metadata, &form, authentication).await;
+        // The metadata is the provider's, and a client may be registered for one of its methods. A client that is not known has spent nothing.
+        match (&outcome, authentication) {
+            (Err(ProviderFault::Client(error)), ClientAuthentication::Basic(secret))
+                if error.code == "invalid_client" && metadata.names("client_secret_post") =>
+            {
+                let second = self.send_form(&metadata, &form, ClientAuthentication::Form(secret)).await;
+                match &second {
+                    Err(ProviderFault::Client(error)) if error.code == "invalid_client" => outcome,
+                    Err(ProviderFault::Away(_)) => second,
+                    _ => {
+                        self.takes_form_alone.store(true, Ordering::Relaxed);
+                        second
+                    }
+                }
+            }
+            _ => outcome,
+        }
+    }
+
+    async fn send_form(
+        &self,
+        metadata: &ProviderMetadata,
+        form: &[(&str, &str)],
+        authentication: ClientAuthentication<'_>,
+    ) -> Result<IssuedTokens, ProviderFault> {
+        let mut form = form.to_vec();
         let mut request = self.client.post(metadata.token_endpoint.clone());
         let client_id = self.settings.client_id.as_str();
-        match &self.settings.client_secret {
-            None => form.push(("client_id", client_id)),
-            Some(secret) if metadata.takes_basic() => {
+        match authentication {
+            ClientAuthentication::Public => form.push(("client_id", client_id)),
+            ClientAuthentication::Basic(secret) => {
                 // Both are form-encoded before they are joined (RFC 6749, section 2.3.1).
                 request = request.basic_auth(form_encoded(client_id), Some(form_encoded(secret.expose_secret())));
             }
-            Some(secret) => form.extend([("client_id", client_id), ("client_secret", secret.expose_secret())]),
+            ClientAuthentication::Form(secret) => {
+                form.extend([("client_id", client_id), ("client_secret", secret.expose_secret())]);
+            }
         }
         let (status, body) = send(request.form(&form)).await?;
-        read_answer(status, &body)
+        let is_refresh = form.contains(&("grant_type", "refresh_token"));
+        let secret = self.settings.client_secret.as_ref().map(|secret| secret.expose_secret());
+        let sent = form.iter().filter(|(name, _)| SECRET_FIELDS.contains(name)).map(|(_, value)| *value).chain(secret);
+        read_answer(status, &body, is_refresh, &sent.collect::<Vec<_>>())
     }
 }
 
+/// The fields of a request whose values are secrets.
+const SECRET_FIELDS: [&str; 4] = ["code", "code_verifier", "refresh_token", "client_secret"];
+
+/// How a client authenticates at the token endpoint (RFC 6749, section 2.3.1).
+#[derive(Clone, Copy)]
+enum ClientAuthentication<'a> {
+    Public,
+    Basic(&'a SecretString),
+    Form(&'a SecretString),
+}
+
 /// What an answer of the token endpoint says. Providers write numbers as strings or with fractions, and refusals with other statuses than 400.
-fn read_answer(status: u16, body: &[u8]) -> Result<IssuedTokens, ProviderFault> {
-    let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
-    let Ok(fields) = strict_json::from_slice::<Map<String, Value>>(body) else {
+/// A description that repeats one of the secrets that were `sent` is not taken.
+fn read_answer(status: u16, body: &[u8], is_refresh: bool, sent: &[&str]) -> Result<IssuedTokens, ProviderFault> {
+    let Ok(fields) = strict_json::from_slice::<Map<String, Value>>(without_mark(body)) else {
         return Err(match status {
-            401 | 403 => ProviderFault::Client(format!("its token endpoint answered {status}")),
+            401 | 403 => {
+                ProviderFault::Client(ProviderError::new(&format!("its token endpoint answered {status}"), None))
+            }
             _ => ProviderFault::Away(format!("its token endpoint answered {status}, and not in JSON")),
         });
     };
     let text = |name: &str| fields.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
     let secret = |name: &str| text(name).map(|text| SecretString::from(text.to_owned()));
+    let description = text("error_description").filter(|text| {
+        // A short one may be a word of the description.
+        !sent.iter().any(|secret| secret.len() >= 16 && text.contains(secret))
+    });
+    let is_decision =
+        |error: &str| DECISIONS.contains(&error) || is_refresh && status >= 400 && REFRESH_DECISIONS.contains(&error);
     match (text("error"), secret("access_token")) {
         (None, Some(access_token)) if (200..300).contains(&status) => Ok(IssuedTokens {
             access_token,
@@ -218,9 +333,11 @@ fn read_answer(status: u16, body: &[u8]) -> Result<IssuedTokens, ProviderFault> 
             expires_in: fields.get("expires_in").and_then(life),
         }),
         (None, _) if (200..300).contains(&status) => Err(ProviderFault::Unreadable),
-        (Some(error), _) if status < 500 && DECISIONS.contains(&error) => Err(ProviderFault::Refused(error.to_owned())),
+        (Some(error), _) if status < 500 && status != 429 && is_decision(error) => {
+            Err(ProviderFault::Refused(ProviderError::new(error, description)))
+        }
         (Some(error), _) if status < 500 && status != 429 && !PASSING.contains(&error) => {
-            Err(ProviderFault::Client(error.chars().take(MAX_ERROR).collect()))
+            Err(ProviderFault::Client(ProviderError::new(error, description)))
         }
         (_, _) => Err(ProviderFault::Away(format!("its token endpoint answered {status}"))),
     }
@@ -240,10 +357,14 @@ fn life(value: &Value) -> Option<Duration> {
 }
 
 impl ProviderMetadata {
-    /// The default, where the provider does not say it (OpenID Connect Discovery 1.0, section 3).
-    fn takes_basic(&self) -> bool {
+    /// Client authentication by Basic is the default, where the provider does not say it (OpenID Connect Discovery 1.0, section 3).
+    fn takes(&self, method: &str) -> bool {
+        self.token_endpoint_auth_methods_supported.is_none() || self.names(method)
+    }
+
+    fn names(&self, method: &str) -> bool {
         let methods = self.token_endpoint_auth_methods_supported.as_ref();
-        methods.is_none_or(|methods| methods.iter().any(|method| method == "client_secret_basic"))
+        methods.is_some_and(|methods| methods.iter().any(|named| named == method))
     }
 }
 

@@ -232,7 +232,9 @@ async fn token_with_invalid_claims_is_refused() {
         ("long sub", set("sub", json!("x".repeat(256)))),
         ("sub with a control character", set("sub", json!("ann\u{0}"))),
         ("sub with a line end", set("sub", json!("ann\nadmin"))),
-        ("org of a wrong type", set("org_id", json!(["acme"]))),
+        ("org of a wrong type", set("org_id", json!([["acme"]]))),
+        ("several orgs", set("org_id", json!(["acme", "other"]))),
+        ("several orgs as an object", set("org_id", json!({"acme": {}, "other": {}}))),
         ("an id token", set("typ", json!("ID"))),
         ("a refresh token", set("typ", json!("Refresh"))),
         ("an id token of Cognito", set("token_use", json!("id"))),
@@ -397,6 +399,70 @@ async fn cached_keys_stay_while_the_provider_is_unreachable_or_invalid() {
     provider.mock_discovery("https://evil.example").await;
     assert!(authenticator.jwks().refresh().await.unwrap_err().to_string().contains("issuer"));
     assert!(verdict(&authenticator, &token).await.is_ok());
+}
+
+/// Requests with such a token are answered 503, and 401 where it is wrong.
+async fn code_for(authenticator: &Authenticator, token: &str) -> Result<(), Code> {
+    authenticator.verify_token(token).await.map(drop).map_err(|error| error.code())
+}
+
+#[tokio::test]
+async fn token_of_a_new_key_is_not_refused_while_the_keys_cannot_be_fetched() {
+    let provider = Provider::with(vec![key("old", Algorithm::EdDSA)]).await;
+    let authenticator = provider.authenticator();
+    code_for(&authenticator, &provider.token(|_| ())).await.unwrap();
+    let new = key("new", Algorithm::EdDSA);
+    let token = sign(&header_of(&new), &provider.claims(), &new);
+    let of_client = |more: &Value| {
+        let mut claims = provider.claims();
+        claims["aud"] = "console".into();
+        claims.as_object_mut().unwrap().remove("typ");
+        claims.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        sign(&header_of(&new), &claims, &new)
+    };
+    let id_token = of_client(&json!({"nonce": "n"}));
+    let events = json!({"http://schemas.openid.net/event/backchannel-logout": {}});
+    let logout_token = of_client(&json!({"jti": "j", "events": events}));
+    tokio::time::sleep(std::time::Duration::from_millis(250)).await;
+    let unusable = [
+        ResponseTemplate::new(503),
+        ResponseTemplate::new(200).set_body_string("<html>Maintenance</html>"),
+        ResponseTemplate::new(200).set_body_json(json!({"keys": []})),
+    ];
+    for answer in unusable {
+        provider.server.reset().await;
+        provider.mock_discovery(&provider.issuer()).await;
+        Mock::given(path("/realms/gpu/certs")).respond_with(answer).mount(&provider.server).await;
+        assert_eq!(code_for(&authenticator, &token).await, Err(Code::ServiceUnavailable));
+        let login = authenticator.verify_id_token(&id_token, "console", "n", Utc::now()).await.unwrap_err();
+        assert!(login.to_string().contains("cannot be fetched"), "{login}");
+        let logout = authenticator.verify_logout_token(&logout_token, "console", Utc::now()).await.unwrap_err();
+        assert!(logout.to_string().contains("cannot be fetched"), "{logout}");
+        code_for(&authenticator, &provider.token(|_| ())).await.unwrap();
+    }
+    // The last attempt was a moment ago: the next one is waited for.
+    provider.publish(vec![provider.keys[0].jwk.clone(), new.jwk.clone()]).await;
+    assert_eq!(code_for(&authenticator, &token).await, Ok(()));
+}
+
+#[tokio::test]
+async fn token_of_a_key_that_a_complete_fetch_lacks_is_refused_and_repeated_without_a_wait() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let settings = JwksSettings { min_refresh_gap: std::time::Duration::from_secs(3), ..provider.settings() };
+    let authenticator = Authenticator::new(TokenRules::new(provider.issuer(), "gpuaas"), Jwks::new(settings).unwrap());
+    let unknown = key("unknown", Algorithm::EdDSA);
+    let token = sign(&header_of(&unknown), &provider.claims(), &unknown);
+    let began = std::time::Instant::now();
+    for _ in 0..50 {
+        assert_eq!(code_for(&authenticator, &token).await, Err(Code::Unauthenticated));
+    }
+    // Each of them would wait for the gap.
+    assert!(began.elapsed() < std::time::Duration::from_secs(30), "{:?}", began.elapsed());
+    // The token that follows the fetch by less than the gap waits for the next one.
+    let rotated = key("rotated", Algorithm::EdDSA);
+    provider.publish(vec![provider.keys[0].jwk.clone(), rotated.jwk.clone()]).await;
+    let token = sign(&header_of(&rotated), &provider.claims(), &rotated);
+    assert_eq!(code_for(&authenticator, &token).await, Ok(()));
 }
 
 #[tokio::test]

@@ -12,7 +12,7 @@ use super::{ASK_TIMEOUT, tell};
 use crate::app_state::AppState;
 use crate::app_state::read_model::wait_until;
 use crate::auth::browser_session::{SessionTokens, session_ended};
-use crate::auth::openid_provider::{IssuedTokens, ProviderFault};
+use crate::auth::openid_provider::{IssuedTokens, ProviderError, ProviderFault};
 use crate::http::error::{ApiError, Code};
 
 /// How long a request waits for a refresh that another one has begun: longer than its call may take.
@@ -22,6 +22,9 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// The life of an access token that does not say it, and cannot be verified at the moment.
 const UNKNOWN_LIFE: Duration = Duration::from_secs(60);
+
+/// How long the verification of issued tokens may take, which waits for the provider's keys where it has changed them.
+const VERIFY_FOR: Duration = Duration::from_secs(2);
 
 /// How long issued tokens are sent to the session's entity again where it does not answer: longer than most outages of the database take.
 const STORE_FOR: Duration = Duration::from_mins(15);
@@ -88,7 +91,10 @@ async fn begin(app: &AppState, session: &BrowserSession) -> Result<Reply, ApiErr
 async fn run(app: AppState, attempt: u32, session: BrowserSession) -> Result<BrowserSession, ApiError> {
     let fact = match request_tokens(&app, &session).await? {
         Ok((tokens_enc, token_ends_at)) => Fact::FinishRefresh { attempt, tokens_enc, token_ends_at },
-        Err(ProviderFault::Refused(error)) => Fact::RefuseRefresh { attempt, error },
+        Err(ProviderFault::Refused(error)) => {
+            tracing::info!(%error, session.id = %session.id, "a browser session ends: the refresh of its tokens is refused");
+            Fact::RefuseRefresh { attempt, error: error.code }
+        }
         // Its refresh token is spent, and is never sent again.
         Err(fault @ ProviderFault::Unreadable) => {
             tracing::warn!(error = %fault, session.id = %session.id, "a browser session's tokens could not be refreshed");
@@ -148,7 +154,7 @@ async fn request_tokens(
     let (provider, reader) = (app.console_provider()?, app.authenticator.browser_sessions()?);
     let tokens = reader.open(session)?;
     let Some(refresh_token) = &tokens.refresh else {
-        return Ok(Err(ProviderFault::Refused("no_refresh_token".to_owned())));
+        return Ok(Err(ProviderFault::Refused(ProviderError::new("no_refresh_token", None))));
     };
     let issued = match provider.refresh(refresh_token).await {
         Ok(issued) => issued,
@@ -156,7 +162,7 @@ async fn request_tokens(
     };
     let token_ends_at = match accepted(app, session, &issued).await {
         Ok(token_ends_at) => token_ends_at,
-        Err(why) => return Ok(Err(ProviderFault::Refused(why.to_owned()))),
+        Err(why) => return Ok(Err(ProviderFault::Refused(ProviderError::new(why, None)))),
     };
     let fresh = SessionTokens {
         access: issued.access_token,
@@ -173,7 +179,12 @@ async fn accepted(
     session: &BrowserSession,
     issued: &IssuedTokens,
 ) -> Result<DateTime<Utc>, &'static str> {
-    match app.authenticator.verify_token(issued.access_token.expose_secret()).await {
+    let verified = app.authenticator.verify_token(issued.access_token.expose_secret());
+    // The lease does not wait for the provider's keys.
+    let Ok(verified) = tokio::time::timeout(VERIFY_FOR, verified).await else {
+        return Ok(Utc::now() + issued.expires_in.unwrap_or(UNKNOWN_LIFE));
+    };
+    match verified {
         Ok(caller) if caller.user_id == session.owner.user_id => Ok(caller.token_expires_at),
         Ok(_) => Err("another_user"),
         Err(error) if error.code() == Code::Unauthenticated => {

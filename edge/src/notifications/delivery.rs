@@ -4,6 +4,7 @@
 pub mod email;
 pub mod outbound_webhook;
 
+use crate::outbound::http_client::one_line;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, Utc};
@@ -115,12 +116,4 @@ impl SendFailure {
     pub fn temporary(why: &str) -> Self {
         Self { is_final: false, why: one_line(why, Self::LONGEST) }
     }
-}
-
-/// An external text on one line of bounded length, without control characters and without characters that change the text direction.
-fn one_line(text: &str, longest: usize) -> String {
-    let turns = |c: char| matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let words = text.split(|c: char| c.is_control() || c.is_whitespace() || turns(c)).filter(|word| !word.is_empty());
-    let line = words.collect::<Vec<_>>().join(" ");
-    line.chars().take(longest).collect()
 }

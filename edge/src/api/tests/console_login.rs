@@ -263,6 +263,21 @@ async fn refused_login_is_a_page_for_a_browser_and_an_envelope_for_a_program() {
 }
 
 #[tokio::test]
+async fn providers_refusal_at_the_callback_is_logged_with_its_description_and_the_setting() {
+    let provider = provider().await;
+    let api = ApiHarness::with_console(&provider).await;
+    let (log, _guard) = crate::testing::captured_log::CapturedLog::start();
+    let mut browser = Browser::new(&api, &provider);
+    let at = browser.begin("/console/").await;
+    let back = browser.authenticate(&at, "user").await;
+    let refusal = "error=invalid_scope&error_description=The+scope+%22gpu%22%0Ais+unknown&session_state=";
+    let refused = browser.call_back(&back.replace("code=", refusal)).await;
+    assert_eq!((refused.status, &refused.body["code"]), (401, &json!("unauthenticated")), "{}", refused.body);
+    let log = log.text();
+    assert!(log.contains("SVC_OIDC_CONSOLE_SCOPE") && log.contains("is unknown"), "{log}");
+}
+
+#[tokio::test]
 async fn login_without_its_setting_names_the_setting() {
     let api = ApiHarness::new().await;
     let refused = api.get("/console/login").send().await;

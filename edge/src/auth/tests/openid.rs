@@ -91,11 +91,21 @@ async fn metadata_of_another_issuer_or_with_addresses_without_tls_is_refused() {
 
 /// A client of a provider whose token endpoint gives these answers, the last one again and again.
 async fn client_of_answers(answers: &[(u16, String)]) -> (MockServer, OpenIdProvider) {
+    client_of(answers, None, "a~b-c.d_e+f:g").await
+}
+
+/// As there, of a provider whose metadata lists these methods of client authentication.
+async fn client_of(
+    answers: &[(u16, String)],
+    methods: Option<&[&str]>,
+    client_secret: &str,
+) -> (MockServer, OpenIdProvider) {
     install_crypto();
     let server = MockServer::start().await;
     let issuer = server.uri();
     let document = json!({
         "issuer": issuer, "authorization_endpoint": format!("{issuer}/authorize"), "token_endpoint": format!("{issuer}/token"),
+        "token_endpoint_auth_methods_supported": methods,
     });
     let discovery = ResponseTemplate::new(200).set_body_json(document);
     Mock::given(path("/.well-known/openid-configuration")).respond_with(discovery).mount(&server).await;
@@ -109,7 +119,7 @@ async fn client_of_answers(answers: &[(u16, String)]) -> (MockServer, OpenIdProv
     }
     let settings = LoginSettings {
         client_id: "console".into(),
-        client_secret: Some("a~b-c.d_e+f:g".into()),
+        client_secret: Some(client_secret.to_owned().into()),
         scope: "openid".into(),
         resource: None,
     };
@@ -196,5 +206,91 @@ async fn refusals_of_the_user_and_of_the_client_differ_by_their_error() {
         let (server, client) = client_of_answers(&[(status, body.to_owned())]).await;
         let fault = client.exchange("code", "verifier").await.err().unwrap();
         assert!(is_expected(&fault) && sent(&server).await == 1, "{status} {body}: {fault}");
+    }
+}
+
+#[tokio::test]
+async fn spent_refresh_token_ends_the_login_whatever_the_provider_calls_it() {
+    let claimed = "Refresh token is invalid or has already been claimed by another client.";
+    for (status, body) in [
+        // Dex, Zitadel.
+        (400, json!({"error": "invalid_request", "error_description": claimed})),
+        (400, json!({"error": "invalid_request", "error_description": "Errors.OIDCSession.RefreshTokenInvalid"})),
+        (401, json!({"error": "invalid_token"})),
+        (401, json!({"error": "token_inactive"})),
+        (
+            400,
+            json!({"error": "access_denied", "error_description": "The resource owner or server denied the request."}),
+        ),
+    ] {
+        let (_server, client) = client_of_answers(&[(status, body.to_string())]).await;
+        let fault = client.refresh(&"r".to_owned().into()).await.err().unwrap();
+        assert!(matches!(fault, ProviderFault::Refused(_)), "{status} {body}: {fault}");
+    }
+    // About the client: an operator corrects that, and no login is lost.
+    for error in ["invalid_client", "unauthorized_client", "unsupported_grant_type", "invalid_scope", "invalid_target"]
+    {
+        let (_server, client) = client_of_answers(&[(400, json!({"error": error}).to_string())]).await;
+        let fault = client.refresh(&"r".to_owned().into()).await.err().unwrap();
+        assert!(matches!(fault, ProviderFault::Client(_)), "{error}: {fault}");
+    }
+    // A code is exchanged with an address and a verifier, which may be what is wrong.
+    let (_server, client) = client_of_answers(&[(400, json!({"error": "invalid_request"}).to_string())]).await;
+    let fault = client.exchange("code", "verifier").await.err().unwrap();
+    assert!(matches!(fault, ProviderFault::Client(_)), "{fault}");
+}
+
+#[tokio::test]
+async fn providers_description_and_the_setting_to_correct_are_shown_on_one_bounded_line() {
+    for (error, setting) in [
+        ("invalid_client", "SVC_OIDC_CONSOLE_CLIENT_SECRET"),
+        ("unauthorized_client", "SVC_OIDC_CONSOLE_CLIENT_ID"),
+        ("invalid_scope", "SVC_OIDC_CONSOLE_SCOPE"),
+        ("invalid_target", "SVC_OIDC_CONSOLE_RESOURCE"),
+        ("invalid_resource", "SVC_OIDC_CONSOLE_RESOURCE"),
+        ("redirect_uri_mismatch", "SVC_PUBLIC_URL"),
+    ] {
+        let text = format!("AADSTS7000215: Invalid client secret provided.\r\nTrace ID: 1\u{202e}{}", "x".repeat(1000));
+        let body = json!({"error": error, "error_description": text});
+        let (_server, client) = client_of_answers(&[(401, body.to_string())]).await;
+        let shown = client.exchange("code", "verifier").await.err().unwrap().to_string();
+        assert!(shown.contains("AADSTS7000215: Invalid client secret provided. Trace ID: 1 x"), "{shown}");
+        assert!(shown.contains(setting) && shown.chars().count() < 700, "{shown}");
+    }
+    let refused = json!({"error": "invalid_grant", "error_description": "AADSTS50173: The grant is expired"});
+    let (_server, client) = client_of_answers(&[(400, refused.to_string())]).await;
+    let shown = client.refresh(&"r".to_owned().into()).await.err().unwrap().to_string();
+    assert!(shown.contains("AADSTS50173"), "{shown}");
+    // Some providers repeat what they were sent.
+    let secret = "a-refresh-token-of-some-length";
+    let repeated = json!({"error": "invalid_client", "error_description": format!("{secret} is unknown")});
+    let (_server, client) = client_of_answers(&[(400, repeated.to_string())]).await;
+    let shown = client.refresh(&secret.to_owned().into()).await.err().unwrap().to_string();
+    assert!(shown.contains("invalid_client") && !shown.contains(secret), "{shown}");
+}
+
+#[tokio::test]
+async fn client_that_is_registered_for_the_secret_in_the_form_is_tried_so_where_the_provider_lists_both() {
+    let unknown = (401, json!({"error": "invalid_client"}).to_string());
+    let issued = (200, json!({"access_token": "a"}).to_string());
+    let both: &[&str] = &["client_secret_basic", "client_secret_post"];
+    let by_form = async |server: &MockServer| {
+        let requests = server.received_requests().await.unwrap();
+        let requests = requests.iter().filter(|request| request.url.path() == "/token");
+        requests.map(|request| String::from_utf8_lossy(&request.body).contains("client_secret=")).collect::<Vec<_>>()
+    };
+    let (server, client) = client_of(&[unknown.clone(), issued.clone()], Some(both), "secret").await;
+    client.exchange("code", "verifier").await.unwrap();
+    client.refresh(&"r".to_owned().into()).await.unwrap();
+    assert_eq!(by_form(&server).await, [false, true, true], "it is remembered");
+    // A wrong secret is wrong in both ways, and is tried once in each.
+    let (server, client) = client_of(std::slice::from_ref(&unknown), Some(both), "secret").await;
+    let fault = client.exchange("code", "verifier").await.err().unwrap();
+    assert!(matches!(fault, ProviderFault::Client(_)), "{fault}");
+    assert_eq!(by_form(&server).await, [false, true]);
+    for methods in [None, Some(&["client_secret_basic"][..])] {
+        let (server, client) = client_of(&[unknown.clone(), issued.clone()], methods, "secret").await;
+        client.exchange("code", "verifier").await.err().unwrap();
+        assert_eq!(by_form(&server).await, [false], "{methods:?}");
     }
 }

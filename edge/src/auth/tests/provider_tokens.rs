@@ -153,3 +153,39 @@ async fn token_that_is_too_long_says_what_to_leave_out() {
     let refused = provider.authenticator().authenticate(&headers).await.unwrap_err();
     assert!(refused.cause().is_some_and(|why| why.contains("groups")), "{refused:?}");
 }
+
+#[tokio::test]
+async fn organization_may_be_a_list_or_an_object_of_one_as_keycloak_writes_it() {
+    let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
+    let mut rules = TokenRules::new(provider.issuer(), "gpuaas");
+    rules.claims.org_id = "organization".to_owned();
+    let authenticator = Authenticator::new(rules, Jwks::new(provider.settings()).unwrap());
+    let read = async |value: Value| {
+        let token = provider.token(|claims| claims["organization"] = value);
+        verdict(&authenticator, &token).await.map(|caller| caller.org_id.map(|id| id.0))
+    };
+    for (value, expected) in [
+        (json!("acme"), Some("acme")),
+        (json!(["acme"]), Some("acme")),
+        (json!({"acme": {}}), Some("acme")),
+        (json!({"acme": {"id": null}}), Some("acme")),
+        (json!({"acme": {"id": "42c3e46f-2477-44d7-a85b-d3b43f6b31fa"}}), Some("42c3e46f-2477-44d7-a85b-d3b43f6b31fa")),
+        (json!([]), None),
+        (json!({}), None),
+        (json!(null), None),
+    ] {
+        assert_eq!(read(value.clone()).await.unwrap().as_deref(), expected, "{value}");
+    }
+    for value in [
+        json!(["acme", "other"]),
+        json!({"acme": {}, "other": {}}),
+        json!([["acme"]]),
+        json!([{"id": "acme"}]),
+        json!({"acme": {"id": 7}}),
+        json!({"ac\nme": {}}),
+        json!(7),
+    ] {
+        let why = read(value.clone()).await.unwrap_err();
+        assert!(why.contains("`organization`") && why.contains("SVC_OIDC_CLAIM_ORG_ID"), "{value}: {why}");
+    }
+}

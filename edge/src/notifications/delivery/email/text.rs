@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 use serde::Deserialize;
 use uuid::Uuid;
 
-use crate::notifications::delivery::one_line;
+use crate::outbound::http_client::one_line;
 
 /// Columns of a line of prose.
 const COLUMNS: usize = 78;
