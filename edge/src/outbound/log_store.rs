@@ -25,6 +25,27 @@ const REFUSAL_SHOWN: usize = 300;
 /// The longest pause that is passed on from the store to a collector.
 const RETRY_AFTER_MAX: u64 = 300;
 
+/// What Loki says of lines, in lower case (`pkg/validation/validate.go` and `pkg/loghttp/push` of grafana/loki).
+const LOKI_REFUSALS: [&str; 17] = [
+    "entry for stream",
+    "entry out of order",
+    "entry too far behind",
+    "timestamp too old",
+    "timestamp too new",
+    "max entry size",
+    "at least one label pair is required",
+    "at least one valid stream is required",
+    "label names; limit",
+    "label name too long",
+    "label value too long",
+    "duplicate label name",
+    "missing required labels",
+    "structured metadata",
+    "loghttp.pushrequest",
+    "error parsing labels",
+    "couldn't parse labels",
+];
+
 /// Why the client could not be built.
 #[derive(Debug, Error)]
 pub enum LogStoreError {
@@ -57,6 +78,8 @@ pub(crate) enum PushFailureKind {
     Batch,
     /// The store, or a proxy in front of it, takes fewer lines at once.
     BatchSize,
+    /// What is in front of the store refuses the content of these lines, as a web application firewall does, and admits an empty batch.
+    Filtered,
     /// The store does not answer, or fails.
     Outage,
 }
@@ -70,7 +93,7 @@ impl PushFailureKind {
     /// Whether the store is there, admits this service, and speaks of the lines alone.
     pub(crate) const fn is_of_lines(self) -> bool {
         match self {
-            Self::RateLimit | Self::Batch | Self::BatchSize => true,
+            Self::RateLimit | Self::Batch | Self::BatchSize | Self::Filtered => true,
             Self::Credentials | Self::Address | Self::Outage => false,
         }
     }
@@ -84,6 +107,13 @@ pub(crate) struct PushFailure {
     text: String,
     /// The pause that the store asks for.
     retry_after: Option<Duration>,
+}
+
+/// An answer that is no success.
+struct Refusal {
+    failure: PushFailure,
+    /// The reason where the store admits an empty batch, if it is another one then.
+    of_lines: Option<PushFailureKind>,
 }
 
 impl LogStore {
@@ -114,24 +144,47 @@ impl LogStore {
     /// # Errors
     /// What keeps it from storing batches, for an operator.
     pub async fn check(&self) -> Result<(), String> {
-        let empty = Bytes::from_static(br#"{"streams":[]}"#);
-        match self.push(HeaderValue::from_static("application/json"), empty).await {
-            // Stores differ in whether an empty batch is one.
+        match self.probe(HeaderValue::from_static("application/json")).await {
             Ok(()) => Ok(()),
-            Err(failure) if failure.kind.is_of_lines() => Ok(()),
+            // It is there, and admits this service.
+            Err(failure) if failure.kind == PushFailureKind::RateLimit => Ok(()),
             Err(PushFailure { kind, text, .. }) => Err(format!("{}: {text}", operators_step(kind))),
         }
     }
 
-    /// Passes a batch on as it came.
+    /// Sends an empty batch of this type. Stores differ in whether an empty batch is one: what Loki says of it is an admission, too.
+    async fn probe(&self, content_type: HeaderValue) -> Result<(), PushFailure> {
+        let is_json = content_type.to_str().is_ok_and(|text| text.to_ascii_lowercase().contains("json"));
+        // Of protobuf the empty message, compressed with snappy.
+        let empty = Bytes::from_static(if is_json { br#"{"streams":[]}"# } else { &[0] });
+        match self.send(content_type, empty).await {
+            Ok(()) => Ok(()),
+            Err(Refusal { failure, .. }) if failure.kind == PushFailureKind::Batch => Ok(()),
+            Err(Refusal { failure, .. }) => Err(failure),
+        }
+    }
+
+    /// Passes a batch on as it came. Where the answer may be about its lines or about this service, an empty batch decides.
     ///
     /// # Errors
     /// [`PushFailure`]
     pub(crate) async fn push(&self, content_type: HeaderValue, batch: Bytes) -> Result<(), PushFailure> {
+        let Err(Refusal { mut failure, of_lines }) = self.send(content_type.clone(), batch).await else {
+            return Ok(());
+        };
+        if let Some(of_lines) = of_lines
+            && self.probe(content_type).await.is_ok()
+        {
+            failure.kind = of_lines;
+        }
+        Err(failure)
+    }
+
+    async fn send(&self, content_type: HeaderValue, batch: Bytes) -> Result<(), Refusal> {
         let request = self.client.post(self.push.clone()).header(CONTENT_TYPE, content_type).body(batch);
         let response = request.send().await.map_err(|error| {
             let kind = if is_tls_failure(&error) { PushFailureKind::Address } else { PushFailureKind::Outage };
-            PushFailure { kind, text: error_chain(error), retry_after: None }
+            Refusal { failure: PushFailure { kind, text: error_chain(error), retry_after: None }, of_lines: None }
         })?;
         let (status, headers) = (response.status(), response.headers().clone());
         let is_page = is_web_page(&headers);
@@ -140,7 +193,7 @@ impl LogStore {
         }
         let body = read_bounded_body(response, REFUSAL_BYTES).await.unwrap_or_default();
         let body = String::from_utf8_lossy(&body);
-        let kind = kind_of(status, is_page, &body);
+        let (kind, of_lines) = kind_of(status, is_page, &body);
         let body = if is_page { "a web page" } else { body.trim() };
         let body: String = body.chars().filter(|character| !character.is_control()).take(REFUSAL_SHOWN).collect();
         let to = headers.get(LOCATION).filter(|_| status.is_redirection()).and_then(|value| value.to_str().ok());
@@ -151,28 +204,39 @@ impl LogStore {
             }
             None => format!("it answered {status}: {body}"),
         };
-        Err(PushFailure { kind, text, retry_after: pause(&headers) })
+        Err(Refusal { failure: PushFailure { kind, text, retry_after: pause(&headers) }, of_lines })
     }
 }
 
-/// The reason of a refusal. Only a refusal of the lines by Loki lets the collector drop them; any other is an operator's to correct.
-fn kind_of(status: StatusCode, is_page: bool, body: &str) -> PushFailureKind {
+/// The reason of a refusal, and the one where the store admits an empty batch. Only a refusal of the lines lets the collector drop them; any
+/// other is an operator's to correct. Many services answer 400 to a path that they do not know.
+fn kind_of(status: StatusCode, is_page: bool, body: &str) -> (PushFailureKind, Option<PushFailureKind>) {
+    use PushFailureKind::{Address, Batch, BatchSize, Credentials, Filtered, Outage, RateLimit};
     match status {
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
-            PushFailureKind::Credentials
-        }
-        StatusCode::TOO_MANY_REQUESTS => PushFailureKind::RateLimit,
+        StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED => (Credentials, None),
+        // Firewalls answer so to words in a line, some of them with a page and another status.
+        StatusCode::FORBIDDEN => (Credentials, Some(Filtered)),
+        StatusCode::NOT_ACCEPTABLE => (Address, Some(Filtered)),
+        StatusCode::TOO_MANY_REQUESTS => (RateLimit, None),
         // Also by a proxy in front of the store: fewer lines at once may pass it.
-        StatusCode::PAYLOAD_TOO_LARGE => PushFailureKind::BatchSize,
-        StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY if is_page => PushFailureKind::Address,
-        StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY => {
-            // "no org id", "multiple org IDs present": about the tenant, not about a line.
-            let is_about_tenant = body.to_ascii_lowercase().contains("org id");
-            if is_about_tenant { PushFailureKind::Credentials } else { PushFailureKind::Batch }
+        StatusCode::PAYLOAD_TOO_LARGE => (BatchSize, None),
+        StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY if !is_page => {
+            let body = body.to_ascii_lowercase();
+            if body.contains("org id") {
+                // "no org id", "multiple org IDs present": about the tenant, not about a line.
+                (Credentials, None)
+            } else if LOKI_REFUSALS.iter().any(|refusal| body.contains(refusal)) {
+                (Batch, None)
+            } else {
+                (Address, Some(Batch))
+            }
         }
-        StatusCode::REQUEST_TIMEOUT => PushFailureKind::Outage,
-        status if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED => PushFailureKind::Outage,
-        _ => PushFailureKind::Address,
+        StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY => (Address, Some(Filtered)),
+        // A page.
+        status if status.is_success() => (Address, Some(Filtered)),
+        StatusCode::REQUEST_TIMEOUT => (Outage, None),
+        status if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED => (Outage, None),
+        _ => (Address, None),
     }
 }
 
@@ -194,7 +258,9 @@ const fn operators_step(kind: PushFailureKind) -> &'static str {
         PushFailureKind::RateLimit => {
             "the log store takes no more at the moment; raise its limits, or find the node that logs so much"
         }
-        PushFailureKind::Batch | PushFailureKind::BatchSize => "the log store refuses these lines",
+        PushFailureKind::Batch | PushFailureKind::BatchSize | PushFailureKind::Filtered => {
+            "the log store, or what is in front of it, refuses these lines"
+        }
         PushFailureKind::Outage => "the log store does not answer, or fails",
     }
 }
@@ -230,6 +296,12 @@ impl From<PushFailure> for ApiError {
                 Code::PayloadTooLarge,
                 "log_store_refused",
                 "The log store refuses the batch as too large; send it in parts.",
+            ),
+            PushFailureKind::Filtered => (
+                Code::PayloadTooLarge,
+                "log_store_filtered",
+                "What is in front of the log store refuses the content of the batch; send it in parts, and drop the line that is refused \
+                 alone.",
             ),
             PushFailureKind::Batch => (
                 Code::InvalidRequest,

@@ -115,7 +115,7 @@ async fn receive(State(state): State<Arc<Mutex<StoreState>>>, headers: HeaderMap
     if let Some(text) = &state.refused
         && String::from_utf8_lossy(&body).contains(text)
     {
-        return (StatusCode::BAD_REQUEST, "a line is not taken".to_owned());
+        return (StatusCode::BAD_REQUEST, "entry for stream '{}' has timestamp too old".to_owned());
     }
     if state.answer.0 == StatusCode::NO_CONTENT {
         let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());

@@ -24,6 +24,8 @@ async fn failure_at(base: &str) -> PushFailure {
     client(base).push(JSON, Bytes::from_static(BATCH)).await.unwrap_err()
 }
 
+const NO_HANDLER: &str = r#"{"error":"no handler found for uri [/loki/api/v1/push?pretty] and method [POST]"}"#;
+
 fn page(status: u16) -> ResponseTemplate {
     ResponseTemplate::new(status).set_body_raw("<html>Please log in</html>", "text/html; charset=utf-8")
 }
@@ -40,6 +42,19 @@ async fn each_kind_of_answer_has_its_reason_and_only_lines_that_the_store_refuse
         (plain(404, "404 page not found"), PushFailureKind::Address, Code::ServiceUnavailable),
         (plain(405, ""), PushFailureKind::Address, Code::ServiceUnavailable),
         (moved, PushFailureKind::Address, Code::ServiceUnavailable),
+        // VictoriaLogs without `/insert`, Elasticsearch and OpenSearch, a server of TLS.
+        (
+            plain(400, r#"unsupported path requested: "/loki/api/v1/push""#),
+            PushFailureKind::Address,
+            Code::ServiceUnavailable,
+        ),
+        (plain(400, NO_HANDLER), PushFailureKind::Address, Code::ServiceUnavailable),
+        (
+            plain(400, "Client sent an HTTP request to an HTTPS server.\n"),
+            PushFailureKind::Address,
+            Code::ServiceUnavailable,
+        ),
+        (plain(406, "Not Acceptable!"), PushFailureKind::Address, Code::ServiceUnavailable),
         (page(200), PushFailureKind::Address, Code::ServiceUnavailable),
         (page(400), PushFailureKind::Address, Code::ServiceUnavailable),
         (plain(400, "entry too far behind"), PushFailureKind::Batch, Code::InvalidRequest),
@@ -127,8 +142,69 @@ async fn tenant_and_credentials_are_sent_and_the_stores_pause_is_passed_on() {
     client(&busy.uri()).check().await.unwrap();
 }
 
+#[tokio::test]
+async fn store_at_a_nearly_right_address_fails_the_check_with_the_setting() {
+    let plain = |status: u16, text: &str| ResponseTemplate::new(status).set_body_string(text);
+    for answer in [
+        plain(400, r#"unsupported path requested: "/loki/api/v1/push""#),
+        plain(400, NO_HANDLER),
+        plain(400, "Client sent an HTTP request to an HTTPS server.\n"),
+        plain(422, "Unprocessable Entity"),
+        plain(413, ""),
+        page(200),
+    ] {
+        let store = store_that_answers(answer).await;
+        let refused = client(&store.uri()).check().await.unwrap_err();
+        assert!(refused.contains("SVC_LOG_STORE_URL"), "{refused}");
+    }
+    // What versions of Loki say of an empty batch.
+    for answer in [plain(204, ""), plain(422, "error at least one valid stream is required for ingestion\n")] {
+        let store = store_that_answers(answer).await;
+        client(&store.uri()).check().await.unwrap();
+    }
+}
+
+/// A store that answers an empty batch as `empty`, and any other as `lines`.
+async fn store_that_distinguishes(empty: ResponseTemplate, lines: ResponseTemplate) -> MockServer {
+    use wiremock::matchers::body_string;
+    let server = MockServer::start().await;
+    for body in [r#"{"streams":[]}"#, "\0"] {
+        Mock::given(body_string(body)).respond_with(empty.clone()).with_priority(1).mount(&server).await;
+    }
+    Mock::given(method("POST")).respond_with(lines).with_priority(2).mount(&server).await;
+    server
+}
+
+#[tokio::test]
+async fn lines_that_a_firewall_refuses_are_halved_while_an_empty_batch_is_admitted() {
+    let admits = || ResponseTemplate::new(204);
+    for refusal in [page(403), ResponseTemplate::new(403), ResponseTemplate::new(406), page(200), page(400)] {
+        for content_type in [JSON, HeaderValue::from_static("application/x-protobuf")] {
+            let store = store_that_distinguishes(admits(), refusal.clone()).await;
+            let failure = client(&store.uri()).push(content_type, Bytes::from_static(BATCH)).await.unwrap_err();
+            assert_eq!(failure.kind.name(), "filtered", "{failure:?}");
+            let error = ApiError::from(failure);
+            assert_eq!(error.code(), Code::PayloadTooLarge, "{error:?}");
+        }
+    }
+    // A limit on the empty batch proves nothing.
+    let store = store_that_distinguishes(ResponseTemplate::new(429), page(403)).await;
+    assert_eq!(failure_at(&store.uri()).await.kind, PushFailureKind::Credentials);
+    // Nor is a path, which is the same for every batch, about lines.
+    let store = store_that_distinguishes(admits(), ResponseTemplate::new(404)).await;
+    assert_eq!(failure_at(&store.uri()).await.kind, PushFailureKind::Address);
+}
+
+#[tokio::test]
+async fn store_that_takes_an_empty_batch_may_refuse_lines_in_a_text_of_its_own() {
+    let own_words = ResponseTemplate::new(400).set_body_string("the line is over the limit");
+    let store = store_that_distinguishes(ResponseTemplate::new(204), own_words).await;
+    let failure = failure_at(&store.uri()).await;
+    assert_eq!(failure.kind, PushFailureKind::Batch, "{failure:?}");
+}
+
 #[test]
 fn names_of_failures_are_the_labels_of_the_metric() {
     let names: Vec<_> = PushFailureKind::iter().map(PushFailureKind::name).collect();
-    assert_eq!(names, ["credentials", "address", "rate_limit", "batch", "batch_size", "outage"]);
+    assert_eq!(names, ["credentials", "address", "rate_limit", "batch", "batch_size", "filtered", "outage"]);
 }
