@@ -124,7 +124,7 @@ impl Mailer {
     ///
     /// # Errors
     /// [`SendFailure::is_final`] where the server refuses this recipient or this message permanently, or where no mail can be addressed to
-    /// it. Everything else may succeed at the next attempt, configuration errors of the operators included.
+    /// it. Everything else may succeed at the next attempt, a refusal of the sender and other configuration errors of the operators included.
     pub async fn send(&self, to: &str, mail: &Mail<'_>) -> Result<(), SendFailure> {
         let to = recipient(to).ok_or_else(|| SendFailure::permanent("that is no address that mail can be sent to"))?;
         let message = self.0.message(&to, mail)?.formatted();
@@ -200,7 +200,7 @@ impl Submission {
             parameters = vec![MailParameter::SmtpUtfEight, MailParameter::Body(MailBodyParameter::EightBitMime)];
         }
         let sender = connection.command(MailFrom::new(Some(self.from.email.clone()), parameters)).await;
-        sender.map_err(|error| SendFailure::temporary(&refusal("the sender", &error)))?;
+        sender.map_err(|error| sender_refused(&error))?;
         let recipient = connection.command(Rcpt::new(to.clone(), Vec::new())).await;
         recipient.map_err(|error| refused("the recipient", &error))?;
         let data = connection.command(Data).await;
@@ -264,7 +264,8 @@ impl Server {
             let admitted = connection.auth(&[Mechanism::Plain, Mechanism::Login], credentials).await;
             admitted.map_err(|error| {
                 let code = error.status().map(|code| format!(" ({code})")).unwrap_or_default();
-                SendFailure::temporary(&format!("the mail server refuses the login{code}"))
+                let failure = SendFailure::temporary(&format!("the mail server refuses the login{code}"));
+                if error.is_permanent() { logged(failure) } else { failure }
             })?;
         }
         Ok(connection)
@@ -304,19 +305,87 @@ fn client(public_url: &str) -> ClientId {
 
 /// The meaning of a refusal of the recipient or the message.
 fn refused(what: &str, error: &smtp::Error) -> SendFailure {
+    use std::error::Error as _;
     let why = refusal(what, error);
-    if concerns_the_mail(error) { SendFailure::permanent(&why) } else { SendFailure::temporary(&why) }
+    let answer = error.source().map(ToString::to_string).unwrap_or_default();
+    match error.status().filter(|_| error.is_permanent()).map(|code| blame(code, &answer)) {
+        Some(Blame::Mail) => SendFailure::permanent(&why),
+        Some(Blame::Service) => logged(SendFailure::temporary(&why)),
+        None => SendFailure::temporary(&why),
+    }
 }
 
+/// The meaning of a refusal of the sender.
+fn sender_refused(error: &smtp::Error) -> SendFailure {
+    let failure = SendFailure::temporary(&refusal("the sender", error));
+    if error.is_permanent() { logged(failure) } else { failure }
+}
+
+/// Tells operators of what they alone can correct.
+fn logged(failure: SendFailure) -> SendFailure {
+    tracing::warn!(
+        why = failure.why,
+        "the mail server does not take mails of this service: compare SVC_SMTP_FROM and SVC_SMTP_URL with what it allows its sender"
+    );
+    failure
+}
+
+/// What a permanent refusal is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Blame {
+    /// This recipient or this message: a retry is refused, too.
+    Mail,
+    /// The service's sender, login or limits, or the server itself: operators can correct that, and no mail is lost meanwhile.
+    Service,
+}
+
+/// Words of a refusal of the sender, by servers that write no enhanced status code.
+const ABOUT_SENDER: [&str; 12] = [
+    "sender",
+    "relay",
+    "not verified",
+    "unverified",
+    "identit",
+    "from address",
+    "from header",
+    "permission",
+    "authenticat",
+    "sending limit",
+    "sending quota",
+    "rate limit",
+];
+
 /// RFC 5321, section 4.2: 55z is the mail system's refusal of the request, and 501 one of the address. Other permanent codes concern the
-/// connection or the session (authentication among them), which the operators can fix.
-fn concerns_the_mail(error: &smtp::Error) -> bool {
-    let verdict = |code: smtp::response::Code| match code.category {
+/// connection or the session (authentication among them). An enhanced status code tells more (RFC 3463, section 3): 5.1 is about an address,
+/// 5.2 about the mailbox, 5.6 about the content; 5.3, 5.4 and 5.7 are about systems, routes, limits and permissions.
+fn blame(code: smtp::response::Code, answer: &str) -> Blame {
+    let is_of_request = match code.category {
         Category::MailSystem => true,
         Category::Syntax => code.detail == Detail::One,
         Category::Information | Category::Connections | Category::Unspecified3 | Category::Unspecified4 => false,
     };
-    error.is_permanent() && error.status().is_some_and(verdict)
+    if !is_of_request {
+        return Blame::Service;
+    }
+    match enhanced_code(answer) {
+        // 5.1.7 and 5.1.8 are about the sender's address.
+        Some((1, 7 | 8) | (3 | 4 | 7, _)) => Blame::Service,
+        Some((1 | 2 | 6, _)) => Blame::Mail,
+        Some(_) | None => {
+            let answer = answer.to_ascii_lowercase();
+            let is_about_sender = ABOUT_SENDER.iter().any(|words| answer.contains(words));
+            if is_about_sender { Blame::Service } else { Blame::Mail }
+        }
+    }
+}
+
+/// Subject and detail of the enhanced status code with which a permanent refusal begins (RFC 2034, section 4).
+fn enhanced_code(answer: &str) -> Option<(u16, u16)> {
+    let mut numbers = answer.split_whitespace().next()?.strip_prefix("5.")?.split('.').map(str::parse);
+    match (numbers.next()?, numbers.next()?, numbers.next()) {
+        (Ok(subject), Ok(detail), None) => Some((subject, detail)),
+        _ => None,
+    }
 }
 
 fn refusal(what: &str, error: &smtp::Error) -> String {

@@ -210,3 +210,59 @@ fn notification_content_never_becomes_a_mail_header() {
         assert!(!mail.replace("\r\n", "").contains(['\r', '\n']), "no bare line break");
     }
 }
+
+/// A mail server that answers the command with these lines, and any other one with 250.
+async fn server_that_refuses(command: &'static str, answer: &'static str) -> Mailer {
+    use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        let (stream, _) = listener.accept().await.unwrap();
+        let (read, mut write) = stream.into_split();
+        write.write_all(b"220 mail.example\r\n").await.unwrap();
+        let mut lines = BufReader::new(read).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            let answer = if line.starts_with(command) { answer } else { "250 OK\r\n" };
+            write.write_all(answer.as_bytes()).await.unwrap();
+        }
+    });
+    Mailer::new(&config(&format!("smtp://127.0.0.1:{port}"))).unwrap()
+}
+
+#[tokio::test]
+async fn refusal_of_the_sender_is_temporary_and_names_the_settings_and_one_of_the_recipient_is_final() {
+    let (log, _guard) = crate::testing::captured_log::CapturedLog::start();
+    for (answer, is_final) in [
+        // Amazon SES, Exchange, Microsoft 365, Gmail, Postfix.
+        ("554 Message rejected: Email address is not verified.\r\n", false),
+        ("554 5.7.1 <ann@example.org>: Relay access denied\r\n", false),
+        ("550 5.7.60 SMTP; Client does not have permissions to send as this sender\r\n", false),
+        (
+            "550-5.4.5 Daily user sending limit exceeded. For more information on Gmail\r\n550 5.4.5 sending limits\r\n",
+            false,
+        ),
+        ("550 relay not permitted\r\n", false),
+        ("553 5.1.8 <no-reply@example.com>: Sender address rejected: Domain not found\r\n", false),
+        ("553 5.7.1 <no-reply@example.com>: Sender address rejected: not owned by user\r\n", false),
+        ("552 5.3.4 message size exceeds the limit\r\n", false),
+        ("530 5.7.0 Must issue a STARTTLS command first\r\n", false),
+        ("550 5.1.1 <ann@example.org>: Recipient address rejected: User unknown\r\n", true),
+        ("552 5.2.2 Mailbox full\r\n", true),
+        ("554 5.6.0 message content is not accepted\r\n", true),
+        ("550 No such user here\r\n", true),
+        ("550 5.5.0 Requested action not taken: mailbox unavailable\r\n", true),
+        ("501 5.1.3 Bad recipient address syntax\r\n", true),
+        ("451 4.7.1 Greylisted\r\n", false),
+    ] {
+        let before = log.text().matches("SVC_SMTP_FROM").count();
+        let failure = server_that_refuses("RCPT", answer).await.send("ann@example.org", &MAIL).await.unwrap_err();
+        assert_eq!(failure.is_final, is_final, "{answer}: {failure}");
+        let is_logged = log.text().matches("SVC_SMTP_FROM").count() > before;
+        assert_eq!(is_logged, !is_final && answer.starts_with('5'), "{answer}: {}", log.text());
+    }
+    // A refused sender is never the recipient's fault.
+    let sender = "550 5.1.0 <no-reply@example.com>: sender rejected\r\n";
+    let before = log.text().matches("SVC_SMTP_FROM").count();
+    let failure = server_that_refuses("MAIL", sender).await.send("ann@example.org", &MAIL).await.unwrap_err();
+    assert!(!failure.is_final && log.text().matches("SVC_SMTP_FROM").count() > before, "{failure}: {}", log.text());
+}
