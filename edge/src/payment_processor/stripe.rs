@@ -20,7 +20,7 @@ use super::{
 use crate::outbound::http_client::{client_builder, error_chain, read_bounded_body};
 use domain::PaymentId;
 use domain::money::Currency;
-use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session};
+use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session, payment_of};
 use serde_json::Value;
 
 pub mod event;
@@ -176,25 +176,25 @@ impl Stripe {
     async fn fetch_payment(&self, processor_id: &str) -> Result<Option<ProcessorPayment>, ProcessorError> {
         if objects::is_session(processor_id) {
             let session: Option<Session> = self.get_one("/v1/checkout/sessions", processor_id, &[]).await?;
-            return session.map(Session::into_record).transpose();
+            return session.map_or(Ok(None), |session| payment_of(session.payment_id(), session.into_record()));
         }
         if objects::is_charge(processor_id) {
             let expand = [("expand[]", "payment_intent")];
             let charge: Option<Charge> = self.get_one("/v1/charges", processor_id, &expand).await?;
-            return match charge {
-                Some(charge) => of_charge(charge).map(Some),
-                None => Ok(None),
-            };
+            return charge.map_or(Ok(None), of_charge);
         }
         let intent: Option<Intent> = self.get_one("/v1/payment_intents", processor_id, &[]).await?;
-        intent.map(Intent::into_record).transpose()
+        intent.map_or(Ok(None), |intent| payment_of(intent.payment_id(), intent.into_record()))
     }
 
     /// The session of an intent. Intents that we make on a page of our own have none, and no conversion.
     async fn find_order(&self, processor_id: &str) -> Result<Option<ProcessorPayment>, ProcessorError> {
         let query = [("payment_intent", segment(processor_id)?), ("limit", "1")];
         match self.get::<List<Session>>("/v1/checkout/sessions", &query).await {
-            Ok(page) => page.data.into_iter().next().map(Session::into_record).transpose(),
+            Ok(page) => {
+                let session = page.data.into_iter().next();
+                session.map_or(Ok(None), |session| payment_of(session.payment_id(), session.into_record()))
+            }
             Err(ProcessorError::Refused { .. }) => Ok(None),
             Err(error) => Err(error),
         }
@@ -247,7 +247,7 @@ impl Stripe {
     async fn list_payments(&self, since: DateTime<Utc>) -> Result<ProcessorListing<ProcessorPayment>, ProcessorError> {
         let after = since.timestamp().saturating_sub(1).to_string();
         let query = [("created[gt]", after.as_str()), ("expand[]", "data.payment_intent")];
-        let paid = |charge: Charge| charge.is_paid().then(|| of_charge(charge)).transpose();
+        let paid = |charge: Charge| if charge.is_paid() { of_charge(charge) } else { Ok(None) };
         self.all("/v1/charges", &query, since, paid).await
     }
 
@@ -393,11 +393,11 @@ fn refund_record(refund: objects::Refund) -> Result<Option<ProcessorRefundRecord
 }
 
 /// The payment of a charge; its intent was requested with it.
-fn of_charge(charge: Charge) -> Result<ProcessorPayment, ProcessorError> {
+fn of_charge(charge: Charge) -> Result<Option<ProcessorPayment>, ProcessorError> {
     match charge.payment_intent {
-        Some(objects::Ref::Whole(intent)) => intent.into_record(),
+        Some(objects::Ref::Whole(intent)) => payment_of(intent.payment_id(), intent.into_record()),
         Some(objects::Ref::Id(_)) => Err(ProcessorError::Later("an intent was not expanded".to_owned())),
-        None => charge.into_record(),
+        None => payment_of(charge.payment_id(), charge.into_record()),
     }
 }
 

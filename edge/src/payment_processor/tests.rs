@@ -185,7 +185,7 @@ async fn session_intent_and_charge_ids_lead_to_one_payment() {
     let session = |status: &str, payment_status: &str| {
         json!({
             "id": "cs_1", "amount_total": 2500, "currency": "eur", "status": status, "payment_status": payment_status,
-            "client_reference_id": PAYMENT, "payment_intent": "pi_1", "url": null,
+            "client_reference_id": PAYMENT, "metadata": {"payment_id": PAYMENT}, "payment_intent": "pi_1", "url": null,
         })
     };
     answers(&server, "GET", "/v1/checkout/sessions/cs_1", 200, &session("complete", "paid")).await;

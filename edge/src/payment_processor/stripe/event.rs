@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::objects::{self, Intent, List, ObjectId, Ref, Session, is_id};
+use super::objects::{self, Intent, List, ObjectId, Ref, Session, is_id, payment_of};
 use crate::payment_processor::{
     Dispute, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord,
 };
@@ -34,6 +34,8 @@ pub enum ProcessorUpdate {
     /// Part of the payment of this id was refunded; the event does not contain the refund.
     RefundsOf(String),
     Dispute(Dispute),
+    /// It concerns an object of another user of the account.
+    NotOurs,
     /// Nothing follows from events of its type.
     Nothing,
 }
@@ -119,25 +121,35 @@ impl StripeEvent {
     pub fn update(self) -> Result<ProcessorUpdate, StripeEventError> {
         let Self { event_type, object, .. } = self;
         let Some(says) = EventSubject::by(&event_type) else { return Ok(ProcessorUpdate::Nothing) };
+        let payment = |record: ProcessorPayment| ProcessorUpdate::Payment(record);
         Ok(match says {
-            EventSubject::Intent => ProcessorUpdate::Payment(of::<Intent>(object)?.into_record()?),
+            EventSubject::Intent => {
+                let intent: Intent = of(object)?;
+                payment_of(intent.payment_id(), intent.into_record())?.map_or(ProcessorUpdate::NotOurs, payment)
+            }
             EventSubject::IntentFailed => {
                 let intent: Intent = of(object)?;
                 let why = intent.declined();
-                let standing = intent.into_record()?;
-                let declined = standing.status == ProcessorPaymentStatus::Open;
-                ProcessorUpdate::Payment(if declined {
-                    ProcessorPayment { status: ProcessorPaymentStatus::Declined { why }, ..standing }
-                } else {
-                    standing
-                })
+                let declined = |standing: ProcessorPayment| match standing.status {
+                    ProcessorPaymentStatus::Open => {
+                        payment(ProcessorPayment { status: ProcessorPaymentStatus::Declined { why }, ..standing })
+                    }
+                    _ => payment(standing),
+                };
+                payment_of(intent.payment_id(), intent.into_record())?.map_or(ProcessorUpdate::NotOurs, declined)
             }
-            EventSubject::Session => ProcessorUpdate::Payment(of::<Session>(object)?.into_record()?),
+            EventSubject::Session => {
+                let session: Session = of(object)?;
+                payment_of(session.payment_id(), session.into_record())?.map_or(ProcessorUpdate::NotOurs, payment)
+            }
             // It is complete, and can no longer be paid.
-            EventSubject::SessionFailed => ProcessorUpdate::Payment(ProcessorPayment {
-                status: ProcessorPaymentStatus::Canceled,
-                ..of::<Session>(object)?.into_record()?
-            }),
+            EventSubject::SessionFailed => {
+                let session: Session = of(object)?;
+                let canceled = |standing: ProcessorPayment| {
+                    payment(ProcessorPayment { status: ProcessorPaymentStatus::Canceled, ..standing })
+                };
+                payment_of(session.payment_id(), session.into_record())?.map_or(ProcessorUpdate::NotOurs, canceled)
+            }
             EventSubject::Refunded => refunded(of(object)?)?,
             EventSubject::Refund => ProcessorUpdate::Refunds(vec![of::<objects::Refund>(object)?.into_record()?]),
             EventSubject::Dispute => ProcessorUpdate::Dispute(of::<objects::Dispute>(object)?.into_record()?),

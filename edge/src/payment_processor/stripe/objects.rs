@@ -129,6 +129,18 @@ fn ours<T: std::str::FromStr>(metadata: &Option<Metadata>, name: &str) -> Option
     metadata.as_ref()?.get(name)?.parse().ok()
 }
 
+/// The payment of an object. One of another user of the account that cannot be read as a payment is none: a session that sets up a payment
+/// method, or an amount in a currency that is none of ISO 4217.
+pub(super) fn payment_of(
+    payment_id: Option<PaymentId>,
+    record: Result<ProcessorPayment, ProcessorError>,
+) -> Result<Option<ProcessorPayment>, ProcessorError> {
+    match (payment_id, record) {
+        (None, Err(_)) => Ok(None),
+        (_, record) => record.map(Some),
+    }
+}
+
 fn currency(code: &str) -> Result<Currency, ProcessorError> {
     Currency::parse(&code.to_ascii_uppercase())
         .map_err(|_| ProcessorError::Later("the processor names a currency that is none".to_owned()))
@@ -201,13 +213,12 @@ impl Intent {
 #[derive(Deserialize)]
 pub(crate) struct Session {
     pub(crate) id: String,
-    /// Stripe allows a session without an amount; ours have one.
+    /// A session that sets up a payment method has neither an amount nor a currency; ours have both.
     amount_total: Option<i64>,
     currency: Option<String>,
     status: Option<String>,
     payment_status: String,
     url: Option<String>,
-    client_reference_id: Option<String>,
     metadata: Option<Metadata>,
     currency_conversion: Option<CurrencyConversion>,
     presentment_details: Option<PresentmentDetails>,
@@ -241,8 +252,9 @@ fn presented(
 }
 
 impl Session {
+    /// By the metadata alone: other users of the account write ids of their own into `client_reference_id`.
     pub(super) fn payment_id(&self) -> Option<PaymentId> {
-        ours(&self.metadata, "payment_id").or_else(|| self.client_reference_id.as_ref()?.parse().ok())
+        ours(&self.metadata, "payment_id")
     }
 
     pub(super) fn into_checkout(self) -> Result<OpenedCheckout, ProcessorError> {
@@ -299,13 +311,17 @@ pub(crate) struct Charge {
 }
 
 impl Charge {
+    pub(super) fn payment_id(&self) -> Option<PaymentId> {
+        ours(&self.metadata, "payment_id")
+    }
+
     pub(super) fn is_paid(&self) -> bool {
         self.status == "succeeded"
     }
 
     /// A charge that was made without an intent is not ours.
     pub(super) fn into_record(self) -> Result<ProcessorPayment, ProcessorError> {
-        let (payment_id, currency) = (ours(&self.metadata, "payment_id"), currency(&self.currency)?);
+        let (payment_id, currency) = (self.payment_id(), currency(&self.currency)?);
         let status = ProcessorPaymentStatus::Paid { charge_id: Some(self.id.clone()) };
         Ok(ProcessorPayment {
             processor_id: self.id,

@@ -148,6 +148,7 @@ impl ProcessorEventHandler {
                 };
                 self.with_permit(refunds).await?
             }
+            ProcessorUpdate::NotOurs => UpdateOutcome::NotOurs,
             ProcessorUpdate::Nothing => return Ok(ProcessingOutcome::NothingToDo),
         };
         match outcome {

@@ -32,7 +32,8 @@ fn intent(status: &str) -> Value {
 fn session(status: &str, payment_status: &str) -> Value {
     json!({
         "id": "cs_1", "object": "checkout.session", "amount_total": 5_000, "currency": "eur", "status": status,
-        "payment_status": payment_status, "payment_intent": "pi_1", "client_reference_id": OURS.to_string(), "metadata": {},
+        "payment_status": payment_status, "payment_intent": "pi_1", "client_reference_id": OURS.to_string(),
+        "metadata": { "payment_id": OURS.to_string() },
     })
 }
 
@@ -192,6 +193,43 @@ fn dispute_status_follows_the_money() {
     }
 }
 
+/// Whether the update is about a payment of ours.
+fn is_ours(update: &ProcessorUpdate) -> bool {
+    matches!(update, ProcessorUpdate::Payment(ProcessorPayment { payment_id: Some(_), .. }))
+}
+
+#[test]
+fn objects_of_another_application_of_the_account_are_not_ours() {
+    let changed = |base: &Value, change: Value| {
+        let mut object = base.clone();
+        object.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        object
+    };
+    let (intent, session) = (intent("succeeded"), session("complete", "paid"));
+    let id = Uuid::from_u128(8).to_string();
+    for (event_type, object) in [
+        // It sets up a payment method.
+        (
+            "checkout.session.completed",
+            json!({ "id": "cs_2", "mode": "setup", "amount_total": null, "currency": null, "status": "complete",
+                "payment_status": "no_payment_required", "setup_intent": "seti_1", "payment_intent": null, "metadata": {} }),
+        ),
+        ("checkout.session.expired", json!({ "id": "cs_2", "mode": "setup", "payment_status": "unpaid" })),
+        ("checkout.session.async_payment_failed", json!({ "id": "cs_2", "payment_status": "unpaid" })),
+        ("checkout.session.completed", changed(&session, json!({ "client_reference_id": id, "metadata": {} }))),
+        (
+            "checkout.session.completed",
+            changed(&session, json!({ "client_reference_id": id, "metadata": { "order": id } })),
+        ),
+        ("payment_intent.succeeded", changed(&intent, json!({ "currency": "usdc", "metadata": {} }))),
+        ("payment_intent.payment_failed", changed(&intent, json!({ "currency": "usdc", "metadata": null }))),
+    ] {
+        let update = event(event_type, object.clone()).update().unwrap_or_else(|error| panic!("{object}: {error}"));
+        assert!(!is_ours(&update), "{event_type} {object}: {update:?}");
+    }
+    assert!(is_ours(&update("checkout.session.completed", session)));
+}
+
 #[test]
 fn other_event_types_have_no_effect() {
     for event_type in ["customer.created", "payment_intent.created", "charge.succeeded", "payout.paid", "x"] {
@@ -206,7 +244,10 @@ fn unexpected_object_is_reported_without_its_content() {
         ("payment_intent.succeeded", json!({ "id": "pi_1", "name": "Ann" })),
         ("payment_intent.succeeded", json!({ "id": "pi_1", "amount": "5000", "currency": "eur", "status": "Ann" })),
         ("payment_intent.succeeded", json!({ "id": "pi_1", "amount": 1e300, "currency": "eur", "status": "Ann" })),
-        ("checkout.session.completed", json!({ "id": "cs_1", "payment_status": "paid", "name": "Ann" })),
+        (
+            "checkout.session.completed",
+            json!({ "id": "cs_1", "payment_status": "paid", "name": "Ann", "metadata": { "payment_id": OURS.to_string() } }),
+        ),
         ("refund.created", json!({ "id": "re_1", "amount": 1, "currency": "Ann is no currency" })),
         ("charge.dispute.created", json!({ "name": "Ann" })),
         ("charge.dispute.updated", dispute("Ann's own")),
