@@ -46,7 +46,7 @@ pub(super) fn identity(variables: &mut Variables<'_>) -> IdentityConfig {
     }
     token_claims::paths(variables, &mut rules.claims);
     rules.roles = token_claims::roles(variables);
-    if let Some(client_id) = variables.optional("SVC_OIDC_CLIENT_ID") {
+    if let Some(client_id) = variables.credential("SVC_OIDC_CLIENT_ID") {
         rules.client_id = client_id;
     }
     let jwks_refresh_token = internal_token(variables, "INTERNAL_JWKS_REFRESH_TOKEN");
@@ -86,10 +86,10 @@ fn check_issuer(variables: &mut Variables<'_>, issuer: &str) {
 
 /// The client as which people log in to the web console.
 fn console(variables: &mut Variables<'_>) -> Option<LoginSettings> {
-    let client_id = variables.optional("SVC_OIDC_CONSOLE_CLIENT_ID");
-    let client_secret = variables.optional("SVC_OIDC_CONSOLE_CLIENT_SECRET");
-    let scope = variables.optional("SVC_OIDC_CONSOLE_SCOPE");
-    let resource = variables.optional("SVC_OIDC_CONSOLE_RESOURCE");
+    let client_id = variables.credential("SVC_OIDC_CONSOLE_CLIENT_ID");
+    let client_secret = variables.credential("SVC_OIDC_CONSOLE_CLIENT_SECRET");
+    let scope = variables.credential("SVC_OIDC_CONSOLE_SCOPE");
+    let resource = variables.credential("SVC_OIDC_CONSOLE_RESOURCE");
     let Some(client_id) = client_id else {
         if client_secret.is_some() || scope.is_some() || resource.is_some() {
             variables
@@ -184,6 +184,25 @@ mod tests {
         assert!(incomplete.contains("SVC_OIDC_CONSOLE_CLIENT_ID") && !incomplete.contains("changeme"), "{incomplete}");
         let wrong = identity_of(&[("SVC_OIDC_CONSOLE_CLIENT_ID", "c"), ("SVC_OIDC_CONSOLE_SCOPE", "profile")]);
         assert!(wrong.unwrap_err().to_string().contains("SVC_OIDC_CONSOLE_SCOPE"));
+    }
+
+    #[test]
+    fn id_or_secret_with_a_line_end_is_refused_by_name_and_not_quoted() {
+        const ID: (&str, &str) = ("SVC_OIDC_CONSOLE_CLIENT_ID", "console");
+        for value in
+            ["hunter2\n", "hunter2\r\n", " hunter2", "hunter2\t", "hunter2\u{a0}", "hun\u{0}ter2", "\u{feff}hunter2"]
+        {
+            for name in ["SVC_OIDC_CONSOLE_CLIENT_SECRET", "SVC_OIDC_CONSOLE_RESOURCE", "SVC_OIDC_CLIENT_ID"] {
+                let error = identity_of(&[ID, (name, value)]).unwrap_err().to_string();
+                assert!(error.contains(name) && !error.contains("hunter2"), "{value:?}: {error}");
+            }
+            let error = identity_of(&[(ID.0, value)]).unwrap_err().to_string();
+            assert!(error.contains(ID.0) && !error.contains("hunter2"), "{value:?}: {error}");
+        }
+        let error = identity_of(&[ID, ("SVC_OIDC_CONSOLE_CLIENT_SECRET", "hunter2\n")]).unwrap_err().to_string();
+        assert!(error.contains("printf %s"), "{error}");
+        let inner = identity_of(&[ID, ("SVC_OIDC_CONSOLE_CLIENT_SECRET", "a secret with blanks")]).unwrap();
+        assert!(inner.console.is_some());
     }
 
     #[test]

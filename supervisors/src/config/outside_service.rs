@@ -111,7 +111,7 @@ pub(super) fn outside_service<C: OutsideClient>(variables: &mut Variables<'_>) -
 
 /// One way to authenticate at most: a service that gets two takes either.
 fn access(names: &AccessVariables, variables: &mut Variables<'_>) -> ServiceAccess {
-    let user = variables.optional(names.user);
+    let user = variables.credential(names.user);
     let password = variables.secret(names.password, names.password_path);
     let token = variables.secret(names.token, names.token_path);
     let (user_name, password_name, token_name) = (names.user, names.password, names.token);

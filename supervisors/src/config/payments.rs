@@ -96,7 +96,7 @@ pub(super) fn payments(variables: &mut Variables<'_>) -> Option<PaymentsConfig> 
             CheckoutPage::Sessions
         }
     };
-    let publishable_key = variables.optional(PUBLISHABLE_KEY);
+    let publishable_key = variables.credential(PUBLISHABLE_KEY);
     if checkout == CheckoutPage::Ours && publishable_key.is_none() {
         variables
             .wrong(format!("{CHECKOUT} is page; {PUBLISHABLE_KEY} must hold the key that browsers show the processor"));

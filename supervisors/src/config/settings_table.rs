@@ -207,7 +207,7 @@ pub const SECTIONS: &[Section] = &[
             setting(&["SVC_ALERTMANAGER_TENANT"], "the tenant there, which is sent as `X-Scope-OrgID`", "none is sent"),
             setting(&["SVC_ALERTMANAGER_USER", "SVC_ALERTMANAGER_PASSWORD"], "by which it admits this service (basic authentication); `SVC_ALERTMANAGER_PASSWORD` is a secret", "none is sent"),
             setting(&["SVC_ALERTMANAGER_TOKEN"], "a bearer token, in place of user and password; a secret", "none is sent"),
-            setting(&["SVC_ALERTMANAGER_PASSWORD_PATH", "SVC_ALERTMANAGER_TOKEN_PATH"], "a file with the password or the token alone, in place of the value, read at the start", "the value"),
+            setting(&["SVC_ALERTMANAGER_PASSWORD_PATH", "SVC_ALERTMANAGER_TOKEN_PATH"], "a file with the password or the token alone, in place of the value, read at the start; a line end at its end and a byte-order mark at its beginning are left out", "the value"),
             setting(&["RUST_LOG"], "what is logged, in JSON lines on standard error", "`info`"),
             setting(&["SVC_HOST_ROLE"], "`platform_control`, `app_control` or `worker_compute`, on every line of a lab's machine", "an agent's is `worker_compute`"),
             setting(&["SVC_HOST_NAME", "SVC_LAB_STACK", "SVC_NODE_ID"], "likewise; an agent knows its node", "the host's name where it has a role; none; none"),
@@ -226,7 +226,7 @@ pub const SECTIONS: &[Section] = &[
             setting(&["SVC_LOG_STORE_TENANT"], "the tenant there, which is sent as `X-Scope-OrgID`", "none is sent"),
             setting(&["SVC_LOG_STORE_USER", "SVC_LOG_STORE_PASSWORD"], "by which it admits this service (basic authentication); `SVC_LOG_STORE_PASSWORD` is a secret", "none is sent"),
             setting(&["SVC_LOG_STORE_TOKEN"], "a bearer token, in place of user and password; a secret", "none is sent"),
-            setting(&["SVC_LOG_STORE_PASSWORD_PATH", "SVC_LOG_STORE_TOKEN_PATH"], "a file with the password or the token alone, in place of the value, read at the start", "the value"),
+            setting(&["SVC_LOG_STORE_PASSWORD_PATH", "SVC_LOG_STORE_TOKEN_PATH"], "a file with the password or the token alone, in place of the value, read at the start; a line end at its end and a byte-order mark at its beginning are left out", "the value"),
         ],
     },
     Section {

@@ -89,6 +89,27 @@ impl<'a> Variables<'a> {
         (self.find)(name)
     }
 
+    /// An id or a secret that another system has issued. A blank at an end, a line end among them, is none of it: `echo` writes one into a
+    /// Kubernetes Secret. The value may be a secret, and is not quoted.
+    pub(super) fn credential(&mut self, name: &str) -> Option<String> {
+        let value = self.optional(name)?;
+        self.check_credential(name, &value);
+        Some(value)
+    }
+
+    fn check_credential(&mut self, name: &str, value: &str) {
+        let why = if value.ends_with(['\n', '\r']) {
+            "ends in a line end, as `echo` writes it; write the value with `printf %s`"
+        } else if value.trim() != value || value.starts_with(BYTE_ORDER_MARK) {
+            "begins or ends with a blank or a byte-order mark; leave it out"
+        } else if value.contains(char::is_control) {
+            "holds a control character, such as a line end; it must be the value alone"
+        } else {
+            return;
+        };
+        self.wrong(format!("{name} {why}"));
+    }
+
     /// `what` describes a valid value, for the message.
     pub(super) fn required(&mut self, name: &str, what: &str) -> String {
         self.optional(name).unwrap_or_else(|| {
@@ -162,14 +183,14 @@ impl<'a> Variables<'a> {
     /// The path of a file and its text. The text is empty where the file cannot be read.
     pub(super) fn file(&mut self, name: &str, what: &str) -> (PathBuf, String) {
         let path = PathBuf::from(self.required(name, what));
-        let text = if path.as_os_str().is_empty() { String::new() } else { self.text_of(name, &path, what) };
+        let text = if path.as_os_str().is_empty() { String::new() } else { self.pem_of(name, &path, what) };
         (path, text)
     }
 
     /// An optional file of certificates.
     pub(super) fn optional_certificates(&mut self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from(self.optional(name)?);
-        let text = self.text_of(name, &path, "a file of certificates, PEM");
+        let text = self.pem_of(name, &path, "a file of certificates, PEM");
         self.check_certificates(name, &path, &text);
         Some(path)
     }
@@ -183,21 +204,40 @@ impl<'a> Variables<'a> {
         }
     }
 
-    /// A secret, as a value or in a file; `None` where neither is set. A file's last line may have an end.
+    /// A secret, as a value or in a file; `None` where neither is set. A file's last line may have an end, and its first one a byte-order mark,
+    /// as editors write it on Windows.
     pub(super) fn secret(&mut self, name: &str, path_name: &str) -> Option<SecretString> {
-        let Some(path) = self.optional(path_name) else { return self.optional(name).map(Into::into) };
+        let Some(path) = self.optional(path_name) else { return self.credential(name).map(Into::into) };
         if self.optional(name).is_some() {
             self.wrong(format!("{name} and {path_name} are both set; set one of them"));
         }
         let text = SecretString::from(self.text_of(path_name, path.as_ref(), "a file with the secret alone"));
-        let secret = text.expose_secret().trim_end_matches(['\r', '\n']);
+        let secret = text.expose_secret().trim_start_matches(BYTE_ORDER_MARK).trim_end_matches(['\r', '\n']);
+        self.check_credential(path_name, secret);
         (!secret.is_empty()).then(|| secret.into())
+    }
+
+    /// The text of a file that libraries read from its path. With a byte-order mark they do not find its first certificate.
+    fn pem_of(&mut self, name: &str, path: &Path, what: &str) -> String {
+        let text = self.text_of(name, path, what);
+        if text.starts_with(BYTE_ORDER_MARK) {
+            let at = path.display();
+            self.wrong(format!("{name} is {at}, which begins with a byte-order mark; save it as UTF-8 without one"));
+        }
+        text
     }
 
     fn text_of(&mut self, name: &str, path: &Path, what: &str) -> String {
         let at = path.display();
-        match std::fs::read_to_string(path) {
-            Ok(text) if text.trim().is_empty() => {
+        let read = std::fs::read(path).map_err(|error| error.to_string()).and_then(|bytes| {
+            let is_utf16 = bytes.starts_with(&[0xff, 0xfe]) || bytes.starts_with(&[0xfe, 0xff]);
+            String::from_utf8(bytes).map_err(|_| match is_utf16 {
+                true => "it is in UTF-16; save it as UTF-8".to_owned(),
+                false => "it is no text in UTF-8".to_owned(),
+            })
+        });
+        match read {
+            Ok(text) if text.trim_start_matches(BYTE_ORDER_MARK).trim().is_empty() => {
                 self.wrong(format!("{name} is {at}, which is empty; it must be {what}"));
             }
             Ok(text) => return text,
@@ -206,6 +246,8 @@ impl<'a> Variables<'a> {
         String::new()
     }
 }
+
+const BYTE_ORDER_MARK: char = '\u{feff}';
 
 /// Reads an address of one kind.
 pub(super) type AddressParser<T> = fn(&str) -> Result<T, AddressError>;
@@ -225,4 +267,43 @@ pub(super) fn read_from<T>(
     let mut variables = Variables::new(&find);
     let value = read(&mut variables);
     variables.finish(Some(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PASSWORD: &str = "SVC_LOG_STORE_PASSWORD";
+    const PASSWORD_PATH: &str = "SVC_LOG_STORE_PASSWORD_PATH";
+
+    fn secret_in(bytes: &[u8]) -> Result<Option<SecretString>, ConfigError> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        read_from(&[(PASSWORD_PATH, file.path().to_str().unwrap())], |it| it.secret(PASSWORD, PASSWORD_PATH))
+    }
+
+    #[test]
+    fn secret_in_a_file_of_a_windows_editor_is_read_without_its_mark_and_utf_16_is_named() {
+        for text in ["hunter2", "hunter2\n", "hunter2\r\n", "\u{feff}hunter2\r\n", "\u{feff}hunter2"] {
+            assert_eq!(secret_in(text.as_bytes()).unwrap().unwrap().expose_secret(), "hunter2", "{text:?}");
+        }
+        let utf16 = "\u{feff}hunter2\r\n".encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>();
+        let error = secret_in(&utf16).unwrap_err().to_string();
+        assert!(error.contains("UTF-16") && error.contains(PASSWORD_PATH), "{error}");
+        for text in ["\u{feff}", "\u{feff}\r\n", "hunter2 \n", " hunter2", "hunter2\nhunter3\n"] {
+            let error = secret_in(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(PASSWORD_PATH) && !error.contains("hunter"), "{text:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn file_of_certificates_with_a_byte_order_mark_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let authority = local_servers::pki::Authority::create(folder.path()).unwrap();
+        let path = folder.path().join("marked.pem");
+        std::fs::write(&path, format!("\u{feff}{pem}{pem}", pem = authority.certificate_pem())).unwrap();
+        let variables = [("SVC_NATS_CA_PATH", path.to_str().unwrap())];
+        let error = read_from(&variables, |it| it.optional_certificates("SVC_NATS_CA_PATH")).unwrap_err().to_string();
+        assert!(error.contains("SVC_NATS_CA_PATH") && error.contains("byte-order mark"), "{error}");
+    }
 }
