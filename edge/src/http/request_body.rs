@@ -188,8 +188,14 @@ pub(crate) fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
         given.split(';').skip(1).filter_map(|parameter| parameter.split_once('=')).find_map(|(name, value)| {
             name.trim().eq_ignore_ascii_case("charset").then(|| value.trim().trim_matches('"'))
         });
-    if charset.is_some_and(|charset| !charset.eq_ignore_ascii_case("utf-8")) {
-        return refuse("Send the body in UTF-8, as all JSON between systems is (RFC 8259, section 8.1).");
+    // ASCII is a part of UTF-8; the spelling without a hyphen is that of MySQL, PHP and others.
+    let is_utf8 = |charset: &str| ["utf-8", "utf8", "us-ascii"].iter().any(|name| charset.eq_ignore_ascii_case(name));
+    if let Some(charset) = charset.filter(|charset| !is_utf8(charset)) {
+        let shown: String = charset.chars().take(40).collect();
+        let message = format!(
+            "Content-Type names the charset {shown:?}; send the body in UTF-8, as all JSON between systems is (RFC 8259, section 8.1)."
+        );
+        return Err(ApiError::new(Code::UnsupportedMediaType, message));
     }
     // Not unpacked: a small compressed body can be a huge one.
     if headers

@@ -214,7 +214,7 @@ impl Code {
                 S::UNSUPPORTED_MEDIA_TYPE,
                 "the body is not application/json",
                 &[
-                    "`Content-Type` is missing, is not `application/json`, or names a charset other than UTF-8.",
+                    "`Content-Type` is missing, is not `application/json`, or names a charset other than UTF-8 (`utf-8`, `utf8`, `us-ascii`).",
                     "The body is compressed (`Content-Encoding`).",
                 ],
                 "Send the body as plain JSON in UTF-8 with `Content-Type: application/json`.",

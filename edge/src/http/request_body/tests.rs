@@ -157,7 +157,17 @@ async fn another_media_type_is_refused_and_a_charset_is_not() {
         let (status, body) = send(request).await;
         assert_eq!((status, &body["code"]), (415, &json!("unsupported_media_type")), "{bad}");
     }
-    for good in ["application/json; charset=utf-8", "Application/JSON", "application/merge-patch+json"] {
+    let request = Request::post("/nodes").header("content-type", "application/json; charset=ISO-8859-1");
+    let (status, body) = send(request.body(Body::from("{}")).unwrap()).await;
+    assert!(status == 415 && body["message"].as_str().unwrap().contains("ISO-8859-1"), "{body}");
+    for good in [
+        "application/json; charset=utf-8",
+        "application/json;charset=UTF8",
+        "application/json; charset=\"utf8\"",
+        "application/json; charset=US-ASCII",
+        "Application/JSON",
+        "application/merge-patch+json",
+    ] {
         let request = Request::post("/nodes").header("content-type", good).body(Body::from("{}")).unwrap();
         assert_eq!(send(request).await.0, 200, "{good}");
     }
