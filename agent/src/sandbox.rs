@@ -10,7 +10,7 @@
 //!                       /home/ /tmp/
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
@@ -127,7 +127,7 @@ impl Executor for Sandbox {
             cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &folder.join("authorized_keys")),
         ];
         findings.extend(leftovers.check_removed());
-        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
+        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &BTreeSet::new()));
         if findings.iter().all(CleanupFinding::is_no_leftover) {
             self.reservations.free(task.allocation_id, &findings)?;
         }

@@ -13,7 +13,7 @@
 //! ([`private_proc`]), rules for loopback addresses ([`loopback_guard`]) and shares of the machine ([`tenant_limits`]). Any leftover that a
 //! release finds keeps the devices reserved.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::net::SocketAddr;
@@ -292,7 +292,7 @@ impl System {
         }
         let mut ended = processes::end_all(account);
         leftovers.remove();
-        self.accounts.remove(account);
+        self.accounts.remove(account, !processes::killed(account).is_empty());
         self.guard.forget_slice(account);
         // A program that cron or at started in between.
         ended += processes::end_all(account);
@@ -334,7 +334,8 @@ impl System {
         ]);
         findings.extend(leftovers.check_removed());
         findings.push(keyrings::check_removed(account));
-        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
+        let killed = processes::killed(account);
+        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &killed));
         findings.extend(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
         findings
     }
@@ -478,7 +479,7 @@ impl System {
             sudoers::check_removed(&task.user_name),
             cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &self.keys_of(&task.user_name)),
         ]);
-        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
+        findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &BTreeSet::new()));
         findings.extend(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
         if findings.iter().all(CleanupFinding::is_no_leftover) {
             self.reservations.free(task.allocation_id, &findings)?;

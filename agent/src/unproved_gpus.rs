@@ -8,7 +8,7 @@
 //! can show is proved later, for each GPU by itself. A GPU is off the list once the driver shows that nothing uses it, or once a later boot
 //! of the machine does not have it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -176,7 +176,7 @@ pub fn conditions(gpus: &BTreeMap<String, GpuWithoutProof>) -> Vec<Condition> {
 fn why_unproved(gpus: &Gpus, uuid: &str) -> Option<String> {
     // The index is not part of the question.
     let device = [DeviceRef { index: 0, uuid: uuid.to_owned() }];
-    let mut findings = cleanup_checks::check_device_processes(gpus, &device);
+    let mut findings = cleanup_checks::check_device_processes(gpus, &device, &BTreeSet::new());
     findings.extend(cleanup_checks::check_device_memory(gpus, &device));
     let open = findings.into_iter().find(|finding| finding.outcome != FindingOutcome::Gone)?;
     Some(open.detail.unwrap_or_default())

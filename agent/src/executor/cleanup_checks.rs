@@ -1,5 +1,6 @@
 //! The checks of a clean-up that every executor makes, whatever isolation it enforces, and their findings.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
@@ -8,11 +9,16 @@ use wire::inventory::DeviceRef;
 
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
 
-/// Whether any process still computes on the devices: a finding for each.
+/// Whether any process still computes on the devices: a finding for each. What only the `killed` hold, which wait in the kernel, is the
+/// hardware's to free.
 #[must_use]
-pub fn check_device_processes(gpus: &Gpus, devices: &[DeviceRef]) -> Vec<CleanupFinding> {
+pub fn check_device_processes(gpus: &Gpus, devices: &[DeviceRef], killed: &BTreeSet<u32>) -> Vec<CleanupFinding> {
     check_removed(gpus, devices, CleanupCheck::GpuProcesses, |uuid| match gpus.device_use(uuid) {
         DeviceUse::Idle => (FindingOutcome::Gone, None),
+        DeviceUse::BusyWith(pids) if pids.iter().all(|pid| killed.contains(pid)) => {
+            let detail = format!("{uuid} is held by processes {pids:?}, which are killed and wait in the kernel");
+            (FindingOutcome::Unknown, Some(detail))
+        }
         DeviceUse::BusyWith(pids) => (FindingOutcome::Present, Some(format!("{uuid} is used by processes {pids:?}"))),
         DeviceUse::Unknown(why) => (FindingOutcome::Unknown, Some(format!("{uuid}: {why}"))),
     })

@@ -55,13 +55,18 @@ struct SysvListing {
     path: &'static str,
     id: usize,
     owners: [usize; 2],
+    /// The column of its mode, where that shows that the object is removed and only held by those who are attached.
+    mode: Option<usize>,
     ipcrm_flag: &'static str,
 }
 
+/// `SHM_DEST` of a mode in that column: the segment is gone once its last process detaches, which may be a neighbour's.
+const REMOVED: u32 = 0o1000;
+
 const SYSV: [SysvListing; 3] = [
-    SysvListing { path: "/proc/sysvipc/shm", id: 1, owners: [7, 9], ipcrm_flag: "-m" },
-    SysvListing { path: "/proc/sysvipc/msg", id: 1, owners: [7, 9], ipcrm_flag: "-q" },
-    SysvListing { path: "/proc/sysvipc/sem", id: 1, owners: [4, 6], ipcrm_flag: "-s" },
+    SysvListing { path: "/proc/sysvipc/shm", id: 1, owners: [7, 9], mode: Some(2), ipcrm_flag: "-m" },
+    SysvListing { path: "/proc/sysvipc/msg", id: 1, owners: [7, 9], mode: None, ipcrm_flag: "-q" },
+    SysvListing { path: "/proc/sysvipc/sem", id: 1, owners: [4, 6], mode: None, ipcrm_flag: "-s" },
 ];
 
 /// The leftovers of one tenant.
@@ -228,7 +233,12 @@ impl TenantLeftovers<'_> {
         };
         let uid = self.account.uid.to_string();
         let rows = text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
-        let ours = rows.filter(|fields| listing.owners.iter().any(|column| fields.get(*column) == Some(&uid.as_str())));
+        let is_removed = |fields: &[&str]| {
+            let mode = listing.mode.and_then(|column| u32::from_str_radix(fields.get(column)?, 8).ok());
+            mode.is_some_and(|mode| mode & REMOVED != 0)
+        };
+        let is_owned = |fields: &[&str]| listing.owners.iter().any(|column| fields.get(*column) == Some(&uid.as_str()));
+        let ours = rows.filter(|fields| is_owned(fields) && !is_removed(fields));
         Ok(ours.filter_map(|fields| fields.get(listing.id).map(|id| (*id).to_owned())).collect())
     }
 }

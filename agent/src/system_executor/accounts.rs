@@ -241,10 +241,12 @@ impl Accounts {
         Ok(account)
     }
 
-    /// Removes the account from every file that names it. [`Accounts::check_removed`] finds those that still do.
-    pub fn remove(&self, account: &TenantAccount) {
+    /// Removes the account from every file that names it. [`Accounts::check_removed`] finds those that still do. `has_killed`: processes of
+    /// it are killed and cannot end yet, for which the tool would refuse.
+    pub fn remove(&self, account: &TenantAccount, has_killed: bool) {
         if id_of("passwd", &account.name) == Some(account.uid) {
-            let _ = self.machine.run("userdel", &["--", &account.name]);
+            let force: &[&str] = if has_killed { &["--force"] } else { &[] };
+            let _ = self.machine.run("userdel", &[force, &["--", account.name.as_str()]].concat());
         }
         if id_of("group", &account.name) == Some(account.uid) {
             let _ = self.machine.run("groupdel", &["--", &account.name]);

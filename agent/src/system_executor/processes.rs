@@ -1,4 +1,7 @@
 //! Ends every process of a uid, even if it forks endlessly, and the processes that it started as root through sudo.
+//!
+//! A process that is killed while it waits in the kernel, for a device or a mount that does not answer, stays until that answers. It runs
+//! nothing of its own from then on, so a tenant's end does not wait for it; a GPU that it holds is not proved.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,6 +20,10 @@ use crate::process_attributes::live_thread;
 
 const GIVE_UP_AFTER: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
+/// How long killed processes that wait in the kernel are waited for: a disk that is slow answers within it.
+const KERNEL_WAIT: Duration = Duration::from_secs(2);
+/// The bit of SIGKILL in a mask of signals.
+const KILL_BIT: u64 = 1 << (Signal::SIGKILL as i32 - 1);
 /// How long the signal to all may take.
 const SIGNAL_LIMIT: Duration = Duration::from_secs(3);
 
@@ -25,7 +32,9 @@ pub fn end_all(account: &TenantAccount) -> usize {
     let (begun, mut seen, mut quiet) = (Instant::now(), BTreeSet::new(), false);
     while begun.elapsed() < GIVE_UP_AFTER {
         let Ok(found) = find(account.uid) else { break };
-        if found.is_empty() {
+        let only_waits = || begun.elapsed() >= KERNEL_WAIT && found.iter().all(|pid| waits_in_kernel(*pid));
+        if found.is_empty() || only_waits() {
+            seen.extend(found);
             if quiet {
                 break;
             }
@@ -43,11 +52,22 @@ pub fn end_all(account: &TenantAccount) -> usize {
     seen.len()
 }
 
+/// The processes of the account that are killed and wait in the kernel.
+#[must_use]
+pub fn killed(account: &TenantAccount) -> BTreeSet<u32> {
+    let found = find(account.uid).unwrap_or_default().into_iter().filter(|pid| waits_in_kernel(*pid));
+    found.map(i32::cast_unsigned).collect()
+}
+
 /// Checks that no process is left.
 #[must_use]
 pub fn check_removed(account: &TenantAccount) -> CleanupFinding {
     let (outcome, detail) = match find(account.uid) {
         Ok(pids) if pids.is_empty() => (FindingOutcome::Gone, None),
+        Ok(pids) if pids.iter().all(|pid| waits_in_kernel(*pid)) => {
+            let detail = format!("processes {pids:?} are killed, and wait in the kernel for what does not answer");
+            (FindingOutcome::Gone, Some(detail))
+        }
         Ok(pids) => (FindingOutcome::Present, Some(format!("processes {pids:?}"))),
         Err(error) => (FindingOutcome::Unknown, Some(error.to_string())),
     };
@@ -76,6 +96,21 @@ fn find(uid: u32) -> io::Result<BTreeSet<i32>> {
     }
     found.remove(&Pid::this().as_raw());
     Ok(found)
+}
+
+/// Whether the process is killed and cannot end yet: each of its threads waits in the kernel, uninterruptible, and finds the signal before
+/// it would run anything of its own.
+fn waits_in_kernel(pid: i32) -> bool {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task"));
+    let waits = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).ok()?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim_start);
+        let state = field("State:")?.chars().next()?;
+        let pending = u64::from_str_radix(field("SigPnd:")?.trim_end(), 16).ok()?;
+        Some(matches!(state, 'Z' | 'X') || (state == 'D' && pending & KILL_BIT != 0))
+    };
+    // A thread that has just ended leaves it open: the next scan decides.
+    tasks.is_ok_and(|tasks| tasks.flatten().all(|task| waits(task).unwrap_or(false)))
 }
 
 fn is_of(process: &Path, uid: u32, mark: &[u8]) -> io::Result<bool> {

@@ -1,5 +1,7 @@
 //! Hostile tenants: they try to outlive their release, to block the release of others, or to make the agent remove what is not theirs.
 
+use std::io::{Read as _, Write as _};
+
 use super::*;
 
 /// Folders within folders, three thousand deep: longer than any path and more than a process may have open.
@@ -293,4 +295,85 @@ fn concurrent_releases_check_message_queues_independently() {
         }
         assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(" mqueue "));
     });
+}
+
+#[test]
+fn shared_memory_that_a_neighbour_holds_keeps_no_release_from_its_proof() {
+    overlay_machine::alone(
+        "hostile_tenants::shared_memory_that_a_neighbour_holds_keeps_no_release_from_its_proof",
+        || {
+            let node = Node::start();
+            let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+            let (uid, neighbour) = (node.make(id, NAME, &[0]), node.make(next, NEIGHBOUR, &[1]));
+            assert!(can(uid, "ipcmk -M 4096 -p 666"));
+            let segment = || {
+                let text = fs::read_to_string("/proc/sysvipc/shm").unwrap();
+                let rows = text.lines().map(|row| row.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
+                rows.into_iter().find(|row| row[7] == uid.to_string())
+            };
+            let number = segment().unwrap()[1].clone();
+            // By the number of shmat(2).
+            let call = if cfg!(target_arch = "x86_64") { 30 } else { 196 };
+            let holds =
+                spawn(neighbour, &format!("exec perl -e 'syscall({call}, {number}, 0, 0) == -1 and die; sleep 1000'"));
+            eventually(|| segment().is_some_and(|row| row[6] == "1"));
+            assert_clean(&node.release(id, NAME, &[0]));
+            stop(holds);
+            assert_eq!(segment(), None, "it is gone with its last process");
+            assert_clean(&node.release(next, NEIGHBOUR, &[1]));
+        },
+    );
+}
+
+/// A file system whose program reads each request and answers none but the first: a caller waits in the kernel, and no signal ends it.
+fn mount_that_takes_requests(point: &Path) -> fs::File {
+    use std::os::fd::AsRawFd as _;
+    run("mknod", &["-m", "666", "/dev/fuse", "c", "10", "229"]);
+    let mut requests = fs::File::options().read(true).write(true).open("/dev/fuse").unwrap();
+    let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
+    let none = nix::mount::MsFlags::empty();
+    nix::mount::mount(Some("takes"), point, Some("fuse"), none, Some(options.as_str())).unwrap();
+    // FUSE_INIT (fuse.h): its header of 40 bytes has the request's number from the ninth on.
+    let mut request = [0; 65_536];
+    let length = requests.read(&mut request).unwrap();
+    assert!(length >= 40 && request[4] == 26, "{length}");
+    let mut answer = [0_u8; 16 + 64];
+    answer[0] = 80;
+    answer[8..16].copy_from_slice(&request[8..16]);
+    // Version 7.31, and 4096 bytes to write at once.
+    (answer[16], answer[20], answer[37]) = (7, 31, 16);
+    requests.write_all(&answer).unwrap();
+    requests
+}
+
+#[test]
+fn killed_program_that_waits_in_the_kernel_keeps_no_tenant_from_its_end() {
+    if !Path::new("/dev/fuse").exists() {
+        return skipped_tests::report_skipped("it needs /dev/fuse, for a file system that does not answer");
+    }
+    overlay_machine::alone(
+        "hostile_tenants::killed_program_that_waits_in_the_kernel_keeps_no_tenant_from_its_end",
+        || {
+            let node = Node::start();
+            let id = Uuid::from_u128(1);
+            let uid = node.make(id, NAME, &[0]);
+            fs::create_dir("/srv/models").unwrap();
+            let mut requests = mount_that_takes_requests(Path::new("/srv/models"));
+            let mut program = spawn(uid, "cat /srv/models/weights & exec sleep 1000");
+            let mut request = [0; 65_536];
+            assert!(requests.read(&mut request).unwrap() > 40, "its request is taken");
+            let findings = node.release(id, NAME, &[0]);
+            assert_clean(&findings);
+            let detail = findings.iter().find(|it| it.what == CleanupCheck::Processes).unwrap().detail.clone();
+            assert!(detail.as_deref().is_some_and(|it| it.contains("wait in the kernel")), "{detail:?}");
+            program.wait().unwrap();
+            assert!(!Path::new("/home/tena").exists() && !fs::read_to_string("/etc/passwd").unwrap().contains(NAME));
+            let waits = || View::of("/").processes().values().any(|it| it.starts_with(b"cat\0/srv/models"));
+            assert!(waits(), "it cannot end yet");
+            drop(requests);
+            eventually(|| !waits());
+            assert_clean(&node.release(id, NAME, &[0]));
+            run("umount", &["/srv/models"]);
+        },
+    );
 }
