@@ -134,6 +134,7 @@ impl InventoryReadings {
             system: installed,
             tenant_devices: self.tenant_devices.clone(),
         }
+        .within_bounds()
     }
 
     /// The load as last read; that of the GPUs is given.

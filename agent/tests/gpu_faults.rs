@@ -468,6 +468,38 @@ async fn gpu_with_one_property_that_fails_is_surveyed_and_one_without_a_uuid_is_
 }
 
 #[tokio::test]
+async fn gpu_that_its_uuid_does_not_name_is_a_finding_and_the_others_are_reported() {
+    let mut node = GpuMachine::with_gpus(4).await;
+    let _agent = node.agent(&[]);
+    let known = eventually(|| node.heartbeat().filter(|it| it.inventory.gpus.len() == 4)).await.inventory.gpus;
+    node.finds(&[]).await;
+    let healthy = node.machine.clone();
+    for (uuid, why) in [
+        ("", "its UUID names no GPU (\"\")"),
+        ("GPU-\u{1}\n", "its UUID names no GPU"),
+        ("GPU 3,GPU 2", "its UUID names no GPU"),
+        ("../GPU-3", "its UUID names no GPU"),
+        (known[2].uuid.as_str(), "another GPU has the same UUID"),
+    ] {
+        node.change(|machine| machine.gpus[3].uuid = uuid.to_owned());
+        let is_of_other = uuid == known[2].uuid;
+        let wanted: &[&str] =
+            if is_of_other { &["gpu/unreadable 2", "gpu/unreadable 3"] } else { &["gpu/unreadable 3"] };
+        let found = node.finds(wanted).await;
+        assert!(found.iter().all(|it| it.detail.contains(why) && it.detail.contains("0000:1")), "{uuid:?}: {found:?}");
+        assert_eq!(node.heartbeat().unwrap().inventory.gpus, known, "{uuid:?}: as they were read before");
+        node.change(|machine| *machine = healthy.clone());
+        node.finds(&[]).await;
+    }
+    // What is only shown is shown as far as the control plane accepts it.
+    node.change(|machine| {
+        (machine.gpus[3].name, machine.gpus[3].memory_mib) = ("NVIDIA \u{7}H100".into(), u64::MAX >> 20);
+    });
+    let shown = eventually(|| node.heartbeat().filter(|it| it.inventory.gpus[3].model == " H100")).await;
+    assert_eq!(shown.inventory.gpus[3].memory_mib, wire::inventory::MAX_AMOUNT);
+}
+
+#[tokio::test]
 async fn text_of_a_line_decides_with_its_number_and_faults_of_switches_are_of_the_machine() {
     let mut node = GpuMachine::with_gpus(2).await;
     node.log(4, 10, "NVRM: Xid (PCI:0000:11:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x00000008)");

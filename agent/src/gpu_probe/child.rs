@@ -21,7 +21,7 @@ use nvml_wrapper::sys_exports::field_id::{
 use nvml_wrapper::{Device, Nvml};
 use serde::Serialize;
 use wire::heartbeat::GpuTelemetry;
-use wire::inventory::GpuInfo;
+use wire::inventory::{GpuInfo, is_gpu_uuid};
 
 use nvml_wrapper_sys::bindings::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES as NO_RESOURCES;
 
@@ -159,6 +159,8 @@ impl Session<'_> {
                 Err(error) => unreadable.push(Unreadable { index, address, error: error.to_string() }),
             }
         }
+        unreadable.extend(without_unnamed(&mut survey.gpus));
+        unreadable.sort_by_key(|gpu| gpu.index);
         let read = survey.gpus.iter().filter_map(|gpu| gpu.pci_address.clone()).collect();
         survey.unreadable = described(&unreadable, &read, survey.lost, Path::new(DRIVER_GPUS));
         if xid_events {
@@ -186,6 +188,28 @@ impl Session<'_> {
         }
         counts
     }
+}
+
+/// Leaves out the GPUs that their UUID does not name: tasks, device nodes and findings would be of another one.
+fn without_unnamed(gpus: &mut Vec<SurveyedGpu>) -> Vec<Unreadable> {
+    let mut named: BTreeMap<String, usize> = BTreeMap::new();
+    for gpu in gpus.iter() {
+        *named.entry(gpu.info.uuid.clone()).or_default() += 1;
+    }
+    let why = |gpu: &SurveyedGpu| {
+        let uuid = gpu.info.uuid.as_str();
+        if !is_gpu_uuid(uuid) {
+            return Some(format!("its UUID names no GPU ({uuid:?})"));
+        }
+        (named.get(uuid) > Some(&1)).then(|| format!("another GPU has the same UUID ({uuid})"))
+    };
+    let mut unreadable = Vec::new();
+    gpus.retain(|gpu| {
+        let Some(error) = why(gpu) else { return true };
+        unreadable.push(Unreadable { index: gpu.info.index, address: gpu.pci_address.clone(), error });
+        false
+    });
+    unreadable
 }
 
 fn number(xid: Option<XidError>) -> u64 {

@@ -211,7 +211,9 @@ impl FindingLog {
         self.state.addresses.iter().map(|(address, uuid)| (uuid.clone(), address.clone())).collect()
     }
 
+    /// Its earlier address, as of another slot before a boot, is another's from here on.
     pub fn set_address(&mut self, pci_address: &str, uuid: &str) {
+        self.state.addresses.retain(|address, known| known != uuid || address == pci_address);
         self.state.addresses.insert(pci_address.to_owned(), uuid.to_owned());
     }
 
@@ -383,6 +385,19 @@ mod tests {
 
     fn occurred(count: u64, seconds: i64) -> Occurred {
         Occurred { count, first_at: at(seconds), last_at: at(seconds + 1), detail: "d".into() }
+    }
+
+    #[test]
+    fn gpu_that_is_in_another_slot_after_a_boot_has_one_address() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), Uuid::from_u128(1));
+        log.set_address("0000:3b:00", "GPU-1");
+        log.set_address("0000:5e:00", "GPU-2");
+        log.set_address("0000:1b:00", "GPU-1");
+        assert_eq!((log.gpu_at("0000:3b:00"), log.gpu_at("0000:1b:00")), (None, Some("GPU-1")));
+        assert_eq!(log.addresses()["GPU-1"], "0000:1b:00");
+        log.set_address("0000:1b:00", "GPU-2");
+        assert_eq!((log.gpu_at("0000:1b:00"), log.gpu_at("0000:5e:00")), (Some("GPU-2"), None));
     }
 
     #[test]

@@ -19,6 +19,8 @@ pub struct GpuMonitor {
     /// The GPUs that were listed first in this boot. Until then those of the boot before.
     had: Vec<GpuInfo>,
     had_is_of_earlier_boot: bool,
+    /// How many surveys of this boot have listed fewer: the driver may find its GPUs one after the other.
+    short_surveys: u32,
     /// The list that was read last.
     last: Vec<GpuInfo>,
     missing_since: BTreeMap<String, DateTime<Utc>>,
@@ -53,6 +55,7 @@ impl GpuMonitor {
         Self {
             had: had.to_vec(),
             had_is_of_earlier_boot: false,
+            short_surveys: 0,
             last: had.to_vec(),
             missing_since: BTreeMap::new(),
             unreadable: None,
@@ -107,7 +110,7 @@ impl GpuMonitor {
     }
 
     fn assess_gpus(&mut self, survey: Result<&GpuSurvey, &GpuError>, now: DateTime<Utc>) -> Presence {
-        let (listed, reasons) = match survey {
+        let (listed, mut reasons) = match survey {
             Ok(survey) => {
                 for gpu in &survey.gpus {
                     if let Some(address) = &gpu.pci_address {
@@ -119,6 +122,15 @@ impl GpuMonitor {
             }
             Err(error) => (Vec::new(), vec![error.to_string()]),
         };
+        let is_short = self.had_is_of_earlier_boot && listed.len() < self.had.len();
+        let mut is_awaited = false;
+        if is_short && reasons.is_empty() && survey.is_ok_and(|survey| survey.lost == 0) {
+            self.short_surveys = self.short_surveys.saturating_add(1);
+            is_awaited = self.short_surveys < UNREADABLE_SURVEYS;
+        }
+        if is_awaited {
+            reasons.push(format!("{} of {} GPUs are listed since the boot", listed.len(), self.had.len()));
+        }
         let Some(why) = reasons.first() else {
             self.unreadable = None;
             let were_replaced = self.had_is_of_earlier_boot && listed.len() >= self.had.len();
@@ -132,7 +144,7 @@ impl GpuMonitor {
             return Presence { gpus: listed, conditions: missing_conditions(&health, lost), health };
         };
         let before = self.unreadable.unwrap_or(Unreadable { since: now, surveys: 0 });
-        let unreadable = Unreadable { surveys: before.surveys.saturating_add(1), ..before };
+        let unreadable = Unreadable { surveys: before.surveys.saturating_add(u32::from(!is_awaited)), ..before };
         self.unreadable = Some(unreadable);
         let silent: Vec<_> =
             self.last.iter().filter(|gpu| listed.iter().all(|read| read.uuid != gpu.uuid)).cloned().collect();
@@ -311,6 +323,10 @@ mod tests {
         let partial = GpuSurvey { unreadable: vec!["GPU 1: an unknown error".into()], ..survey(&had[..1]) };
         let found = monitor.assess(Ok(&partial), Utc::now());
         assert_eq!((found.gpus.len(), monitor.is_of_this_boot()), (2, false), "one of them cannot be read yet");
+        for _ in 1..UNREADABLE_SURVEYS {
+            let found = monitor.assess(Ok(&survey(&had[..1])), Utc::now());
+            assert_eq!((codes(&found), monitor.is_of_this_boot()), (vec![], false), "it may come a moment later");
+        }
         let found = monitor.assess(Ok(&survey(&had[..1])), Utc::now());
         assert_eq!((codes(&found), monitor.is_of_this_boot()), (vec!["gpu/missing GPU-1".to_owned()], true));
 
@@ -319,6 +335,25 @@ mod tests {
         assert_eq!(codes(&monitor.assess(Ok(&survey(&replaced)), Utc::now())), Vec::<String>::new());
         assert!(monitor.has("GPU-7") && !monitor.has("GPU-1"));
         assert_eq!(codes(&monitor.assess(Ok(&survey(&replaced[..1])), Utc::now())), ["gpu/missing GPU-7"]);
+    }
+
+    #[test]
+    fn driver_that_lists_its_gpus_a_moment_after_the_boot_has_no_missing_gpu() {
+        let had = [gpu(0), gpu(1)];
+        let mut monitor = GpuMonitor::of_earlier_boot(&had);
+        for listed in [&had[..0], &had[..1]] {
+            let found = monitor.assess(Ok(&survey(listed)), Utc::now());
+            assert_eq!((codes(&found), found.gpus.len()), (vec![], 2), "as before the boot");
+            assert_eq!(found.health.status, HealthLevel::Warning);
+            assert!(found.health.alerts[0].message.contains("of 2 GPUs are listed since the boot"), "{found:?}");
+        }
+        let found = monitor.assess(Ok(&survey(&had)), Utc::now());
+        assert_eq!((codes(&found), found.health.status), (vec![], HealthLevel::Ok));
+        assert_eq!(codes(&monitor.assess(Ok(&survey(&had[..1])), Utc::now())), ["gpu/missing GPU-1"], "in this boot");
+        // What the driver says has fallen off the bus is not awaited.
+        let mut monitor = GpuMonitor::of_earlier_boot(&had);
+        let lost = GpuSurvey { lost: 1, ..survey(&had[1..]) };
+        assert_eq!(codes(&monitor.assess(Ok(&lost), Utc::now())), ["gpu/lost GPU-0"]);
     }
 
     #[test]

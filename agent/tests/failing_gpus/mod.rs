@@ -25,6 +25,10 @@ pub enum GpuOutage {
     Vanishes {
         gpu: usize,
     },
+    /// Its UUID is empty from here on.
+    LosesItsName {
+        gpu: usize,
+    },
     /// The driver answers for it again, and nothing is left on it.
     Recovers {
         gpu: usize,
@@ -49,6 +53,7 @@ pub fn gpu_outage(gpus: usize, calls: &'static [&'static str]) -> impl Strategy<
             .prop_map(|(gpu, call, code)| O::CallFails { gpu, call, code }),
         2 => gpu.clone().prop_map(|gpu| O::Falls { gpu }),
         2 => gpu.clone().prop_map(|gpu| O::Vanishes { gpu }),
+        1 => gpu.clone().prop_map(|gpu| O::LosesItsName { gpu }),
         4 => gpu.prop_map(|gpu| O::Recovers { gpu }),
         1 => any::<bool>().prop_map(|hangs| O::DriverHangs { hangs }),
         1 => any::<bool>().prop_map(|is_unloaded| O::DriverIsUnloaded { is_unloaded }),
@@ -59,11 +64,12 @@ pub fn gpu_outage(gpus: usize, calls: &'static [&'static str]) -> impl Strategy<
 pub struct FailingGpus {
     pub gpus: Vec<FakeGpu>,
     vanished: BTreeSet<usize>,
+    unnamed: BTreeSet<usize>,
 }
 
 impl FailingGpus {
     pub fn of(machine: &FakeMachine) -> Self {
-        Self { gpus: machine.gpus.clone(), vanished: BTreeSet::new() }
+        Self { gpus: machine.gpus.clone(), vanished: BTreeSet::new(), unnamed: BTreeSet::new() }
     }
 
     /// The driver's part is written to the machine at once, that of the GPUs by [`FailingGpus::listed`].
@@ -79,8 +85,10 @@ impl FailingGpus {
             }
             GpuOutage::Falls { gpu } => self.gpus[gpu].is_lost = true,
             GpuOutage::Vanishes { gpu } => drop(self.vanished.insert(gpu)),
+            GpuOutage::LosesItsName { gpu } => drop(self.unnamed.insert(gpu)),
             GpuOutage::Recovers { gpu } => {
                 self.vanished.remove(&gpu);
+                self.unnamed.remove(&gpu);
                 machine.errors.clear();
                 machine.late_ms.clear();
                 let found = &mut self.gpus[gpu];
@@ -95,13 +103,18 @@ impl FailingGpus {
     /// Those that the machine lists.
     pub fn listed(&self) -> Vec<FakeGpu> {
         let there = self.gpus.iter().enumerate().filter(|(index, _)| !self.vanished.contains(index));
-        there.map(|(_, gpu)| gpu.clone()).collect()
+        let as_named = |(index, gpu): (usize, &FakeGpu)| {
+            let uuid = if self.unnamed.contains(&index) { String::new() } else { gpu.uuid.clone() };
+            FakeGpu { uuid, ..gpu.clone() }
+        };
+        there.map(as_named).collect()
     }
 
     /// Nothing can be known of it.
     pub fn is_silent(&self, gpu: usize, machine: &FakeMachine) -> bool {
         let found = &self.gpus[gpu];
-        let is_gone = found.error.is_some() || found.is_lost || self.vanished.contains(&gpu);
+        let is_absent = self.vanished.contains(&gpu) || self.unnamed.contains(&gpu);
+        let is_gone = found.error.is_some() || found.is_lost || is_absent;
         is_gone || machine.hangs || machine.not_loaded
     }
 

@@ -1,5 +1,7 @@
 //! A node's hardware and software, as its agent reports it.
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 /// The hardware and software of a node.
@@ -35,6 +37,64 @@ pub struct NodeInventory {
 pub const MAX_TENANT_DEVICES: usize = 32;
 /// The longest path of one, in bytes.
 pub const MAX_TENANT_DEVICE_PATH: usize = 128;
+
+/// The most GPUs of a node, and characters of the texts about it. The control plane refuses a heartbeat that is beyond.
+pub const MAX_GPUS: usize = 64;
+/// Of the UUID and the model of a GPU: the node's snapshot contains both several times.
+pub const MAX_GPU_TEXT: usize = 96;
+pub const MAX_DRIVER_VERSION: usize = 64;
+/// Of the machine id and the image's digest.
+pub const MAX_SYSTEM_TEXT: usize = 128;
+/// Of the other texts.
+pub const MAX_TEXT: usize = 256;
+/// The most of anything that is counted: far above every machine, and far below where sums of it could overflow.
+pub const MAX_AMOUNT: u64 = 1 << 40;
+
+/// Whether a driver's text can name a GPU in tasks, lists by commas and file names.
+#[must_use]
+pub fn is_gpu_uuid(text: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b':');
+    !text.is_empty() && text.len() <= MAX_GPU_TEXT && text.bytes().all(is_plain)
+}
+
+impl NodeInventory {
+    /// What of it the control plane accepts, whatever the machine says of itself: one odd name or number must not make a node silent. Texts
+    /// are shortened, numbers are bounded, and a GPU that cannot be named is left out.
+    #[must_use]
+    pub fn within_bounds(self) -> Self {
+        let mut named = BTreeSet::new();
+        let gpus = self.gpus.into_iter().filter(|gpu| is_gpu_uuid(&gpu.uuid) && named.insert(gpu.uuid.clone()));
+        let bounded = |gpu: GpuInfo| GpuInfo {
+            vendor: one_line(&gpu.vendor, MAX_TEXT),
+            model: one_line(&gpu.model, MAX_GPU_TEXT),
+            memory_mib: gpu.memory_mib.min(MAX_AMOUNT),
+            ..gpu
+        };
+        let system = self.system.map(|system| InstalledSystem {
+            machine_id: system.machine_id.map(|text| one_line(&text, MAX_SYSTEM_TEXT)),
+            image_digest: system.image_digest.map(|text| one_line(&text, MAX_SYSTEM_TEXT)),
+        });
+        let devices = self.tenant_devices.into_iter().map(|path| one_line(&path, MAX_TENANT_DEVICE_PATH));
+        Self {
+            hostname: one_line(&self.hostname, MAX_TEXT),
+            kernel: one_line(&self.kernel, MAX_TEXT),
+            cpu_model: one_line(&self.cpu_model, MAX_TEXT),
+            memory_mib: self.memory_mib.min(MAX_AMOUNT),
+            storage_gib: self.storage_gib.min(MAX_AMOUNT),
+            gpus: gpus.take(MAX_GPUS).map(bounded).collect(),
+            driver_version: self.driver_version.map(|version| one_line(&version, MAX_DRIVER_VERSION)),
+            ssh_host_key_fingerprint: self.ssh_host_key_fingerprint.map(|text| one_line(&text, MAX_TEXT)),
+            system,
+            tenant_devices: devices.take(MAX_TENANT_DEVICES).collect(),
+            ..self
+        }
+    }
+}
+
+/// Without control characters.
+fn one_line(text: &str, characters: usize) -> String {
+    text.chars().take(characters).map(|character| if character.is_control() { ' ' } else { character }).collect()
+}
 
 /// The installed system.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

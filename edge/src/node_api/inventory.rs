@@ -9,17 +9,13 @@ use domain::node::{
 use std::collections::BTreeSet;
 use wire::finding::{AcceptedFinding, Finding, MAX_FINDING_DETAIL, MAX_FINDING_NAME, MAX_FINDINGS};
 use wire::heartbeat as reported;
-use wire::inventory::{ExecutorKind, GpuSource, MAX_TENANT_DEVICE_PATH, MAX_TENANT_DEVICES};
+use wire::inventory::{
+    ExecutorKind, GpuSource, MAX_AMOUNT, MAX_DRIVER_VERSION, MAX_GPU_TEXT, MAX_GPUS, MAX_SYSTEM_TEXT,
+    MAX_TENANT_DEVICE_PATH, MAX_TENANT_DEVICES, MAX_TEXT,
+};
 
-const MAX_GPUS: usize = 64;
-const MAX_TEXT: usize = 256;
 const MAX_VERSION: usize = 64;
-const MAX_SYSTEM_TEXT: usize = 128;
 const MAX_TASK_TYPES: usize = 64;
-/// Far above every machine, and far below where sums of it could overflow.
-const MAX_AMOUNT: u64 = 1 << 40;
-/// Of a GPU's UUID and model: the node's snapshot contains both several times.
-const MAX_GPU_TEXT: usize = 96;
 /// What an agent reports where it cannot read a name.
 const UNKNOWN: &str = "unknown";
 /// Alerts that are stored of a heartbeat, characters of each text in them, and bytes of all of them as JSON.
@@ -59,7 +55,7 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
     text("inventory.kernel", &sent.kernel, MAX_TEXT)?;
     text("inventory.cpu_model", &sent.cpu_model, MAX_TEXT)?;
     if let Some(version) = &sent.driver_version {
-        text("inventory.driver_version", version, MAX_VERSION)?;
+        text("inventory.driver_version", version, MAX_DRIVER_VERSION)?;
     }
     amount("inventory.cpu_cores", sent.cpu_cores.into())?;
     amount("inventory.memory_mib", sent.memory_mib)?;
@@ -217,6 +213,7 @@ fn refused(field: &str, what: impl std::fmt::Display) -> ApiError {
 mod tests {
     use super::*;
     use crate::node_api::tests::agent::h100s;
+    use wire::inventory::{GpuInfo, InstalledSystem};
 
     #[test]
     fn only_the_system_executor_isolates_devices() {
@@ -246,6 +243,28 @@ mod tests {
         assert_eq!(change(|sent| sent.gpus = vec![sent.gpus[0].clone(); 65]), "inventory.gpus");
         assert_eq!(change(|sent| sent.gpus[0].uuid.clear()), "inventory.gpus[0].uuid");
         assert_eq!(change(|sent| sent.gpus[0].model = "x".repeat(1000)), "inventory.gpus[0].model");
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn inventory_of_a_present_agent_is_accepted_whatever_the_machine_says_of_itself(
+            texts in proptest::collection::vec("[\0-\u{9f}]{0,4}.{0,300}", 10),
+            uuids in proptest::collection::vec("(GPU-[0-9a-f]{2}|.{0,3}|x{95,98}|a,b|a b|\n)", 0..70),
+            amount in proptest::prelude::any::<u64>(),
+        ) {
+            let mut sent = h100s(1);
+            let (vendor, model) = (texts[0].clone(), texts[1].clone());
+            let gpu = GpuInfo { vendor, model, memory_mib: amount, ..sent.gpus.remove(0) };
+            sent.gpus = uuids.into_iter().map(|uuid| GpuInfo { uuid, ..gpu.clone() }).collect();
+            (sent.hostname, sent.kernel, sent.cpu_model) = (texts[2].clone(), texts[3].clone(), texts[4].clone());
+            (sent.memory_mib, sent.storage_gib) = (amount, amount);
+            (sent.driver_version, sent.ssh_host_key_fingerprint) = (Some(texts[5].clone()), Some(texts[6].clone()));
+            let (machine_id, image_digest) = (Some(texts[7].clone()), Some(texts[8].clone()));
+            sent.system = Some(InstalledSystem { machine_id, image_digest });
+            sent.tenant_devices = vec![texts[9].clone(); 40];
+            let stored = inventory(sent.within_bounds());
+            proptest::prop_assert!(stored.is_ok(), "{:?}", stored.err().map(|error| error.details().clone()));
+        }
     }
 
     #[test]
