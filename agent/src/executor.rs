@@ -7,6 +7,7 @@ use wire::cleanup_proof::CleanupFinding;
 use wire::inventory::{DeviceRef, ExecutorKind};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::health::finding_log::Condition;
 use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::GpuWithoutProof;
@@ -59,6 +60,9 @@ pub trait Executor: Send + Sync + 'static {
 
     /// The GPUs of which it is not proved that nothing of their last tenant is left, by UUID.
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof>;
+
+    /// The bounds of tenants that the machine did not take, as findings.
+    fn unbounded_tenants(&self) -> Vec<Condition>;
 
     /// Opens to present tenants the device nodes that were made since the last call. Asks the driver of nothing where none was.
     fn follow_device_nodes(&self);

@@ -24,6 +24,7 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 use crate::atomic_file::{self, FileError};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
+use crate::health::finding_log::Condition;
 use crate::reservations::{RECORD, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::{self, GpuWithoutProof};
@@ -161,6 +162,11 @@ impl Executor for Sandbox {
 
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.reservations.unproved().all()
+    }
+
+    /// It bounds none.
+    fn unbounded_tenants(&self) -> Vec<Condition> {
+        Vec::new()
     }
 
     /// Its tenants open the nodes as the agent's own user may.

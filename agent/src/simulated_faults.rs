@@ -8,6 +8,7 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
 
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
+use crate::health::finding_log::Condition;
 use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::GpuWithoutProof;
@@ -93,6 +94,10 @@ impl<E: Executor> Executor for SimulatedExecutor<E> {
 
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.inner.unproved_gpus()
+    }
+
+    fn unbounded_tenants(&self) -> Vec<Condition> {
+        self.inner.unbounded_tenants()
     }
 
     fn follow_device_nodes(&self) {

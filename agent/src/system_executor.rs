@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Devices are isolated by the owners of their nodes ([`device_guard`]), neighbours from each other by a `/proc` of their own
-//! ([`private_proc`]), rules for loopback addresses ([`loopback_guard`]) and shares of the machine ([`tenant_limits`]). Any leftover that a
-//! release finds keeps the devices reserved.
+//! ([`private_proc`]), rules for loopback addresses ([`loopback_guard`]) and shares of the machine ([`tenant_limits`], [`disk_quotas`]). Any
+//! leftover that a release finds keeps the devices reserved.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
@@ -20,7 +20,7 @@ use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::json;
@@ -34,6 +34,7 @@ use crate::atomic_file::{self, FileError};
 use crate::bounded_tool::Tool;
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
+use crate::health::finding_log::Condition;
 use crate::reservations::{Reservation, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::{self, GpuWithoutProof};
@@ -44,6 +45,7 @@ pub mod accounts;
 pub mod bus_policy;
 pub mod device_guard;
 pub mod directory_walk;
+pub mod disk_quotas;
 pub mod file_search;
 mod held_devices;
 pub mod keyrings;
@@ -62,6 +64,7 @@ use accounts::{Accounts, TenantAccount};
 use device_guard::DeviceGuard;
 use held_devices::HeldDevices;
 use loopback_guard::LoopbackGuard;
+use neighbours::TenantFault;
 use private_tmp::PrivateTmp;
 use sudoers::SudoCommand;
 use tenant_limits::{LimitSettings, TenantLimits};
@@ -133,6 +136,8 @@ pub struct System {
     limits: TenantLimits,
     queues: PathBuf,
     held_devices: HeldDevices,
+    /// By uid.
+    unbounded: Mutex<BTreeMap<u32, Vec<TenantFault>>>,
     state_dir: PathBuf,
 }
 
@@ -193,6 +198,7 @@ impl System {
             limits,
             queues,
             held_devices: HeldDevices::default(),
+            unbounded: Mutex::default(),
             state_dir: state_dir.to_owned(),
         };
         system.separate_neighbours();
@@ -202,6 +208,7 @@ impl System {
             warn!(error_code = failure.code, error = failure.message, "a device stays open that no tenant holds");
         }
         system.open_held_devices();
+        system.bound_present_tenants();
         system.renew_sudo_rules();
         Ok(system)
     }
@@ -294,6 +301,7 @@ impl System {
         leftovers.remove();
         self.accounts.remove(account, !processes::killed(account).is_empty());
         self.guard.forget_slice(account);
+        self.forget_bounds(account);
         // A program that cron or at started in between.
         ended += processes::end_all(account);
         keyrings::revoke(account, &self.settings.program);
@@ -333,6 +341,7 @@ impl System {
             cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &self.keys_of(&account.name)),
         ]);
         findings.extend(leftovers.check_removed());
+        findings.push(disk_quotas::check_removed(account));
         findings.push(keyrings::check_removed(account));
         let killed = processes::killed(account);
         findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &killed));
@@ -360,6 +369,7 @@ impl Executor for System {
         self.restore_loopback_guard();
         let has_new_limits = self.limit(&account, task.devices.len())?;
         self.guard.open(&self.gpus, &task.devices, &account, has_new_limits)?;
+        self.bound(&account, task.devices.len());
         // Last: with its keys the tenant can log in, and everything else is ready.
         let keys = self.write_keys(task.allocation_id, &account.name, &task.authorized_keys)?;
         Ok(output([
@@ -418,6 +428,10 @@ impl Executor for System {
 
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
         self.reservations.unproved().all()
+    }
+
+    fn unbounded_tenants(&self) -> Vec<Condition> {
+        self.bound_conditions()
     }
 
     fn follow_device_nodes(&self) {

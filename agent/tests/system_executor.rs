@@ -9,6 +9,7 @@ mod neighbours;
 mod overlay_machine;
 mod private_tmp;
 mod skipped_tests;
+mod tenant_bounds;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,6 +26,7 @@ use agent::gpu_probe::DEFAULT_DEADLINE;
 use agent::gpus::{GpuSimulation, Gpus};
 use agent::integrity::recorded_tenants::RecordedTenants;
 use agent::integrity::sudo_rules;
+use agent::system_executor::tenant_limits::LimitSettings;
 use agent::system_executor::{Settings, System};
 use overlay_machine::{FileRecord, View};
 use uuid::Uuid;
@@ -61,6 +63,16 @@ impl Node {
 
     /// The same, where one of the tools that change accounts may run for so long.
     fn start_bounded(sudo_commands: &[&str], account_tool_limit: Duration) -> Self {
+        let sudo_commands = sudo_commands.iter().map(|command| command.parse().unwrap()).collect();
+        Self::start_as(Settings { sudo_commands, account_tool_limit, ..Settings::default() })
+    }
+
+    /// With these shares of the machine.
+    fn start_limited(limits: LimitSettings) -> Self {
+        Self::start_as(Settings { limits, ..Settings::default() })
+    }
+
+    fn start_as(settings: Settings) -> Self {
         for minor in 0..4 {
             let node = format!("/dev/nvidia{minor}");
             if !Path::new(&node).exists() {
@@ -71,10 +83,8 @@ impl Node {
         fs::write("/etc/.pwd.lock", "").unwrap();
         let asked = GpuSimulation { count: 4, model: "H100".into(), memory_mib: 81_920 };
         let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked), DEFAULT_DEADLINE));
-        let sudo_commands = sudo_commands.iter().map(|command| command.parse().unwrap()).collect();
         let (shared, program) = (vec!["/scratch".into()], env!("CARGO_BIN_EXE_gpuaas-agent").into());
-        let settings =
-            Settings { uids: TENANT_UIDS, sudo_commands, shared, program, account_tool_limit, ..Settings::default() };
+        let settings = Settings { uids: TENANT_UIDS, shared, program, ..settings };
         fs::create_dir_all(STATE).unwrap();
         Self { system: System::open(Path::new(STATE), settings, Arc::clone(&gpus)).unwrap(), gpus }
     }

@@ -21,12 +21,13 @@ const LOOPBACK_GUARD: &str = "SVC_NODE_AGENT_LOOPBACK_GUARD";
 const TENANT_LIMITS: &str = "SVC_NODE_AGENT_TENANT_LIMITS";
 const RESERVED_MEMORY: &str = "SVC_NODE_AGENT_RESERVED_MEMORY_MIB";
 const TASKS_PER_GPU: &str = "SVC_NODE_AGENT_TASKS_PER_GPU";
+const RESERVED_DISK: &str = "SVC_NODE_AGENT_RESERVED_DISK_GIB";
 
 /// The fewest processes with which a tenant's login and a program of CUDA begin.
 const FEWEST_TASKS: u64 = 256;
 
 /// The variables that are no flags and not of the bundle.
-pub(crate) const OWN_VARIABLES: [&str; 13] = [
+pub(crate) const OWN_VARIABLES: [&str; 14] = [
     STATE_DIR,
     UIDS,
     HOMES,
@@ -40,6 +41,7 @@ pub(crate) const OWN_VARIABLES: [&str; 13] = [
     TENANT_LIMITS,
     RESERVED_MEMORY,
     TASKS_PER_GPU,
+    RESERVED_DISK,
 ];
 
 /// The settings of tenants' accounts from the environment; the rest is as in [`Settings::default`]. `None` if something is wrong, which
@@ -95,10 +97,12 @@ fn limit_settings(sources: &Sources<'_>, defaults: LimitSettings, problems: &mut
     let is_on = problems.note(switch(sources, TENANT_LIMITS, defaults.is_on));
     let reserved = problems.note(number(RESERVED_MEMORY, 0, "a number of MiB"));
     let tasks = problems.note(number(TASKS_PER_GPU, FEWEST_TASKS, "a number of processes from 256 on"));
+    let reserved_disk = problems.note(number(RESERVED_DISK, 0, "a number of GiB"));
     Some(LimitSettings {
         is_on: is_on?,
         reserved_memory_mib: reserved?.or(defaults.reserved_memory_mib),
         tasks_per_gpu: tasks?.unwrap_or(defaults.tasks_per_gpu),
+        reserved_disk_gib: reserved_disk?.or(defaults.reserved_disk_gib),
     })
 }
 

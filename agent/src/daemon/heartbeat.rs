@@ -100,6 +100,7 @@ impl Agent {
         readings.inventory.read().await;
         let mut known = readings.inventory.conditions();
         known.extend(unproved_gpus::conditions(&self.executor.unproved_gpus()));
+        known.extend(self.executor.unbounded_tenants());
         let observed = monitor.observe(&self.gpus, &self.clock, known).await;
         let node_ca_bundle_fingerprint = self.authorities(readings).await;
         let (source, executor) = (self.gpus.source(), self.executor.kind());

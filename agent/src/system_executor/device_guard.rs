@@ -154,10 +154,7 @@ impl DeviceGuard {
         if self.slices.is_none() {
             return shell;
         }
-        let uid = account.uid;
-        // Not `--uid`, which would leave root's groups to the tenant.
-        let launcher = ["systemd-run", "--quiet", "--scope", "--collect", &format!("--slice=user-{uid}.slice"), "--"];
-        ShellCommand { launcher: launcher.map(str::to_owned).into(), ..shell }
+        ShellCommand { launcher: launcher_in_slice(account.uid).into(), ..shell }
     }
 
     /// Removes the tenant's slice.
@@ -266,6 +263,12 @@ impl DeviceGuard {
 fn slice(nodes: &[PathBuf]) -> String {
     let allowed: String = nodes.iter().map(|node| format!("DeviceAllow={} rw\n", node.display())).collect();
     format!("[Slice]\nDevicePolicy=closed\nDeviceAllow=char-pts rw\n{allowed}")
+}
+
+/// What starts a program in the slice of a tenant.
+pub(super) fn launcher_in_slice(uid: u32) -> [String; 6] {
+    // Not `--uid`, which would leave root's groups to the tenant.
+    ["systemd-run", "--quiet", "--scope", "--collect", &format!("--slice=user-{uid}.slice"), "--"].map(str::to_owned)
 }
 
 fn reload() -> Result<(), ToolError> {

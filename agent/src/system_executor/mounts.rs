@@ -217,6 +217,48 @@ fn disks_of(table: &[u8]) -> Vec<LocalDisk> {
     by_device.into_values().collect()
 }
 
+/// A file system that bounds what each user stores on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuotaFileSystem {
+    /// Its block device, by which quotas are set.
+    pub device: PathBuf,
+    pub point: PathBuf,
+}
+
+/// The file systems on the machine's own disks that are mounted with quotas of users, each once.
+///
+/// # Errors
+/// The table cannot be read.
+pub fn with_user_quotas() -> io::Result<Vec<QuotaFileSystem>> {
+    Ok(quota_file_systems(&fs::read(TABLE)?).into_values().collect())
+}
+
+/// Whether the path, without links, is on one of them.
+///
+/// # Errors
+/// The table cannot be read.
+pub fn has_user_quotas(path: &Path) -> io::Result<bool> {
+    Ok(is_on_quota(&fs::read(TABLE)?, path))
+}
+
+fn is_on_quota(table: &[u8], path: &Path) -> bool {
+    let lines: Vec<MountLine<'_>> = mount_lines(table).collect();
+    // The last one of those at the deepest mount point answers.
+    let below = lines.iter().filter(|line| path.starts_with(&line.point));
+    below.max_by_key(|line| line.point.components().count()).is_some_and(MountLine::has_user_quotas)
+}
+
+fn quota_file_systems(table: &[u8]) -> BTreeMap<&[u8], QuotaFileSystem> {
+    let mut by_device = BTreeMap::new();
+    for line in mount_lines(table).filter(MountLine::has_user_quotas) {
+        // The source may be a name that no node has, as /dev/root.
+        let by_number = Path::new("/dev/block").join(String::from_utf8_lossy(line.device).as_ref());
+        let device = if by_number.exists() { by_number } else { unescaped(line.source) };
+        by_device.entry(line.device).or_insert(QuotaFileSystem { device, point: line.point });
+    }
+    by_device
+}
+
 /// A line of the table, as in proc(5).
 struct MountLine<'a> {
     /// The number of its device; of a file system without one, a number of its own.
@@ -244,6 +286,12 @@ impl MountLine<'_> {
         // autofs asks a program.
         let is_kernels = self.is_pseudo() && self.kind != b"autofs";
         medium(self.kind).is_some() || is_kernels || PASSED.iter().any(|name| name.as_bytes() == self.kind)
+    }
+
+    /// ext4 and f2fs name the file of quotas in the option, where they are in a file.
+    fn has_user_quotas(&self) -> bool {
+        let is_it = |option: &[u8]| option == b"usrquota" || option.starts_with(b"usrjquota=");
+        medium(self.kind) == Some(Medium::Disk) && self.options.split(|byte| *byte == b',').any(is_it)
     }
 
     fn has_flag(&self, flag: &[u8]) -> bool {
@@ -343,6 +391,25 @@ mod tests {
         let container = b"1 0 0:50 / / rw - overlay overlay rw\n2 1 0:51 / /models rw - fuse x rw\n";
         let found: Vec<_> = disks_of(container).into_iter().map(|disk| disk.point).collect();
         assert_eq!(found, [PathBuf::from("/")]);
+    }
+
+    #[test]
+    fn file_systems_with_user_quotas_are_known_by_their_options() {
+        let table = b"24 1 259:902 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,quota,usrquota,prjquota\n\
+            25 24 259:902 /srv /mnt/again rw - ext4 /dev/nvme0n1p2 rw,quota,usrquota,prjquota\n\
+            26 24 259:909 / /data rw - xfs /dev/nvme1n1 rw,attr2,usrquota\n\
+            27 24 259:910 / /scratch rw - xfs /dev/nvme2n1 rw,uqnoenforce,prjquota\n\
+            28 24 259:911 / /old rw - ext4 /dev/sda1 rw,jqfmt=vfsv1,usrjquota=aquota.user\n\
+            29 24 0:41 / /run rw - tmpfs tmpfs rw,usrquota\n\
+            30 26 259:912 / /data/plain rw - ext4 /dev/sdb1 rw\n";
+        let found: Vec<_> = quota_file_systems(table).into_values().collect();
+        let found: Vec<_> = found.iter().map(|it| (it.device.to_str().unwrap(), it.point.to_str().unwrap())).collect();
+        assert_eq!(found, [("/dev/nvme0n1p2", "/"), ("/dev/nvme1n1", "/data"), ("/dev/sda1", "/old")]);
+        for (path, is_bounded) in
+            [("/home", true), ("/data/a", true), ("/data/plain/a", false), ("/scratch/a", false), ("/run/user", false)]
+        {
+            assert_eq!(is_on_quota(table, Path::new(path)), is_bounded, "{path}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What separates tenants of one machine from each other beside the owners of their files and devices, and what of it this machine lacks.
 
 use std::collections::BTreeSet;
+use std::sync::PoisonError;
 
 use serde_json::{Value, json};
 use tracing::warn;
@@ -8,12 +9,24 @@ use tracing::warn;
 use super::System;
 use super::accounts::TenantAccount;
 use super::bus_policy;
+use super::disk_quotas::{self, UnboundedDisk};
 use super::loopback_guard::UnguardedLoopback;
 use super::tenant_limits::UnboundedTenants;
 use crate::chain;
 use crate::executor::TaskFailure;
 use crate::gpu_probe::GpuSurvey;
-use crate::health::finding_log;
+use crate::health::finding_log::{self, Condition};
+
+/// The probe and the codes of findings about bounds of tenants.
+const LIMITS: &str = "limits";
+const NOT_BOUNDED: &str = "not_taken";
+const NO_QUOTA: &str = "no_quota";
+
+/// A bound of a tenant that the kernel has not taken.
+pub(super) struct TenantFault {
+    code: &'static str,
+    why: String,
+}
 
 impl System {
     /// Separates neighbours as far as this machine can, and logs what it cannot.
@@ -38,6 +51,19 @@ impl System {
                 "one tenant can take all memory and processes of the machine"
             ),
         }
+        match self.check_disk() {
+            Ok(()) | Err(UnboundedDisk::Off) => {}
+            Err(why) => warn!(
+                error_code = "disk_unbounded",
+                error = chain(&why),
+                "one tenant can fill the disk of its neighbours; mount the file system with usrquota"
+            ),
+        }
+    }
+
+    /// What tenants own lies in their homes, and below the agent's state in folders of their own in place of `/tmp` and `/var/tmp`.
+    fn check_disk(&self) -> Result<(), UnboundedDisk> {
+        disk_quotas::check(&self.settings.limits, &[&self.settings.homes, &self.state_dir])
     }
 
     /// Without systemd there is no bus that shows processes.
@@ -58,6 +84,68 @@ impl System {
         self.limits.write(account, held, self.count_gpus())
     }
 
+    /// Sets the tenant's share of the disks, and reads back what the kernel bounds of its share of memory and processes. What it did not take
+    /// is logged and is a finding; the tenant is set up all the same.
+    pub(super) fn bound(&self, account: &TenantAccount, held: usize) {
+        let gpus = self.count_gpus();
+        let mut faults = Vec::new();
+        if let Err(why) = self.limits.check_taken(account, held, gpus) {
+            faults.push(TenantFault { code: NOT_BOUNDED, why: chain(&why) });
+        }
+        if let Err(why) = disk_quotas::set(account, &self.settings.limits, held, gpus) {
+            faults.push(TenantFault { code: NO_QUOTA, why: chain(&why) });
+        }
+        for TenantFault { code, why } in &faults {
+            warn!(
+                error_code = code,
+                error = why,
+                user_name = account.name,
+                uid = account.uid,
+                "a tenant is not bounded"
+            );
+        }
+        let mut known = self.unbounded.lock().unwrap_or_else(PoisonError::into_inner);
+        known.remove(&account.uid);
+        if !faults.is_empty() {
+            known.insert(account.uid, faults);
+        }
+    }
+
+    /// The same for tenants that an earlier agent has set up, with other settings perhaps.
+    pub(super) fn bound_present_tenants(&self) {
+        for (held, account) in self.present_tenants() {
+            let renewed = self.limit(&account, held.devices.len()).and_then(|it| self.guard.renew_slice(&account, it));
+            if let Err(failure) = renewed {
+                let (error_code, error) = (failure.code, failure.message);
+                warn!(error_code, error, user_name = account.name, "a tenant keeps its previous bounds");
+            }
+            self.bound(&account, held.devices.len());
+        }
+    }
+
+    pub(super) fn forget_bounds(&self, account: &TenantAccount) {
+        self.unbounded.lock().unwrap_or_else(PoisonError::into_inner).remove(&account.uid);
+        disk_quotas::remove(account);
+    }
+
+    /// The bounds that the kernel has not taken, one finding for each kind.
+    pub(super) fn bound_conditions(&self) -> Vec<Condition> {
+        let known = self.unbounded.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = |code: &'static str| {
+            let faults = known.iter().flat_map(|(uid, faults)| faults.iter().map(move |fault| (uid, fault)));
+            let whys: Vec<String> =
+                faults.filter(|(_, it)| it.code == code).map(|(uid, it)| format!("uid {uid}: {}", it.why)).collect();
+            let why = whys.join("; ");
+            (!why.is_empty()).then(|| Condition::of_machine(LIMITS, code, why.clone()).with_state(why))
+        };
+        [NOT_BOUNDED, NO_QUOTA].into_iter().filter_map(of).collect()
+    }
+
+    fn has_unbounded(&self, code: &str) -> bool {
+        let known = self.unbounded.lock().unwrap_or_else(PoisonError::into_inner);
+        known.values().flatten().any(|fault| fault.code == code)
+    }
+
     /// The GPUs that share the machine: also those that the driver does not read at this moment, so that the shares of all tenants never add
     /// up to more than the machine.
     fn count_gpus(&self) -> usize {
@@ -72,7 +160,8 @@ impl System {
         json!({
             "processes": self.private.hides_processes() && self.close_bus().is_ok(),
             "loopback": self.loopback.is_installed(),
-            "resources": self.limits.check().is_ok(),
+            "resources": self.limits.check().is_ok() && !self.has_unbounded(NOT_BOUNDED),
+            "disk": self.check_disk().is_ok() && !self.has_unbounded(NO_QUOTA),
         })
     }
 }

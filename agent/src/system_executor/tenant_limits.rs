@@ -1,14 +1,16 @@
 //! Bounds of what one tenant may take of the machine: memory, processes and processor time, in proportion to its GPUs.
 //!
 //! A drop-in of the slice of its sessions, beside the one of its devices ([`super::device_guard`], which also has systemd read it and
-//! removes both at the release). Only with systemd and control groups of version 2: nothing else bounds the sum of a user's processes. The
-//! disk is not bounded.
+//! removes both at the release). Only with systemd and control groups of version 2: nothing else bounds the sum of a user's processes. What
+//! the kernel bounds is read back from a program in the slice. Disks are bounded by [`super::disk_quotas`].
 
 use std::fs;
 use std::path::PathBuf;
 
 use super::accounts::TenantAccount;
+use super::device_guard::launcher_in_slice;
 use crate::atomic_file;
+use crate::bounded_tool::{SHORT_LIMIT, Tool, ToolError};
 use crate::executor::TaskFailure;
 
 const FILE: &str = "60-limits.conf";
@@ -20,6 +22,9 @@ const MEMORY: &str = "/proc/meminfo";
 const RESERVED_PART: u64 = 16;
 /// Where the kernel begins to slow a tenant down, in percent of where it ends its programs.
 const HIGH: u64 = 95;
+/// Shows what the kernel bounds in the slice of the program that runs it. A kernel without swap does not have the last file.
+const READ_BACK: &str = r#"cd "/sys/fs/cgroup$(dirname "$(sed -n 's/^0:://p' /proc/self/cgroup)")" && pwd && \
+for file in memory.max pids.max memory.swap.max; do ! [ -e "$file" ] || echo "$file $(cat "$file")"; done"#;
 /// Of one GPU, as systemd's default of a slice is 100.
 const CPU_WEIGHT: u64 = 100;
 const MAX_CPU_WEIGHT: u64 = 10_000;
@@ -32,11 +37,13 @@ pub struct LimitSettings {
     pub reserved_memory_mib: Option<u64>,
     /// Processes and threads for each GPU.
     pub tasks_per_gpu: u64,
+    /// Space of each disk that no tenant gets; `None`: a sixteenth.
+    pub reserved_disk_gib: Option<u64>,
 }
 
 impl Default for LimitSettings {
     fn default() -> Self {
-        Self { is_on: true, reserved_memory_mib: None, tasks_per_gpu: 16_384 }
+        Self { is_on: true, reserved_memory_mib: None, tasks_per_gpu: 16_384, reserved_disk_gib: None }
     }
 }
 
@@ -51,6 +58,17 @@ pub enum UnboundedTenants {
     NoControlGroups,
     #[error("{MEMORY} does not say how much memory the machine has")]
     NoMemory,
+}
+
+/// Why it is not certain that the kernel bounds a tenant whose slice has bounds.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UntakenLimits {
+    #[error("{group} has {file} {found}, not {wanted}")]
+    Looser { group: String, file: &'static str, found: String, wanted: u64 },
+    #[error("{group} has no {file}")]
+    Absent { group: String, file: &'static str },
+    #[error("a program cannot be started in the slice, to read its bounds")]
+    Unread(#[source] ToolError),
 }
 
 /// The bounds of one tenant.
@@ -104,15 +122,26 @@ impl TenantLimits {
         Ok(atomic_file::write_if_changed(&path, text.as_bytes())?)
     }
 
+    /// Whether the kernel bounds a tenant as it was written: a program in its slice shows it.
+    ///
+    /// # Errors
+    /// [`UntakenLimits`].
+    pub fn check_taken(&self, account: &TenantAccount, held: usize, gpus: usize) -> Result<(), UntakenLimits> {
+        if self.slices.is_err() {
+            return Ok(());
+        }
+        let [program, options @ ..] = launcher_in_slice(account.uid);
+        let shown = Tool::new(program).args(options).args(["/bin/sh", "-c", READ_BACK]).run(SHORT_LIMIT);
+        self.share(held, gpus).check_taken(&shown.map_err(UntakenLimits::Unread)?)
+    }
+
     fn share(&self, held: usize, gpus: usize) -> Share {
         let (held, gpus) = (to_count(held).max(1), to_count(gpus).max(1));
         let held = held.min(gpus);
         let reserved = self.settings.reserved_memory_mib.map(|mib| mib.saturating_mul(1 << 20));
-        let reserved = reserved.unwrap_or(self.memory_bytes / RESERVED_PART);
-        let shared = self.memory_bytes.saturating_sub(reserved);
         Share {
             // Never 0, with which no program starts.
-            memory_bytes: (shared / gpus * held).max(1 << 20),
+            memory_bytes: part_of(self.memory_bytes, reserved, held, gpus).max(1 << 20),
             tasks: self.settings.tasks_per_gpu.saturating_mul(held),
             cpu_weight: (CPU_WEIGHT * held).min(MAX_CPU_WEIGHT),
         }
@@ -123,11 +152,45 @@ impl Share {
     fn as_drop_in(self) -> String {
         let Self { memory_bytes, tasks, cpu_weight } = self;
         let high = memory_bytes / 100 * HIGH;
-        format!("[Slice]\nMemoryHigh={high}\nMemoryMax={memory_bytes}\nTasksMax={tasks}\nCPUWeight={cpu_weight}\n")
+        // Swap would be memory beyond the bound, and none of it has a share of its own.
+        format!(
+            "[Slice]\nMemoryHigh={high}\nMemoryMax={memory_bytes}\nMemorySwapMax=0\nTasksMax={tasks}\nCPUWeight={cpu_weight}\n"
+        )
+    }
+
+    /// Compares with what [`READ_BACK`] has shown. The kernel rounds down, and a tighter bound is an administrator's.
+    fn check_taken(self, shown: &str) -> Result<(), UntakenLimits> {
+        let group = shown.lines().next().unwrap_or_default();
+        let bounds: [(&'static str, u64, bool); 3] = [
+            ("memory.max", self.memory_bytes, true),
+            ("pids.max", self.tasks, true),
+            // A kernel without swap.
+            ("memory.swap.max", 0, false),
+        ];
+        for (file, wanted, is_needed) in bounds {
+            let found = shown.lines().find_map(|line| line.strip_prefix(file)?.strip_prefix(' '));
+            let Some(found) = found else {
+                if is_needed {
+                    return Err(UntakenLimits::Absent { group: group.to_owned(), file });
+                }
+                continue;
+            };
+            if found.parse::<u64>().is_ok_and(|found| found <= wanted) {
+                continue;
+            }
+            return Err(UntakenLimits::Looser { group: group.to_owned(), file, found: found.to_owned(), wanted });
+        }
+        Ok(())
     }
 }
 
-fn to_count(count: usize) -> u64 {
+/// What of an amount a tenant gets that holds so many of the machine's GPUs, where so much is reserved; `None`: a sixteenth.
+pub(super) fn part_of(amount: u64, reserved: Option<u64>, held: u64, gpus: u64) -> u64 {
+    let shared = amount.saturating_sub(reserved.unwrap_or(amount / RESERVED_PART));
+    shared / gpus.max(1) * held.min(gpus.max(1))
+}
+
+pub(super) fn to_count(count: usize) -> u64 {
     u64::try_from(count).unwrap_or(u64::MAX)
 }
 
@@ -174,7 +237,31 @@ mod tests {
     #[test]
     fn drop_in_bounds_memory_processes_and_processor_time() {
         let text = limits(16 * GIB, Some(0)).share(1, 2).as_drop_in();
-        assert_eq!(text, "[Slice]\nMemoryHigh=8160437775\nMemoryMax=8589934592\nTasksMax=16384\nCPUWeight=100\n");
+        assert_eq!(
+            text,
+            "[Slice]\nMemoryHigh=8160437775\nMemoryMax=8589934592\nMemorySwapMax=0\nTasksMax=16384\nCPUWeight=100\n"
+        );
+    }
+
+    #[test]
+    fn bound_that_the_kernel_has_not_taken_is_named_with_its_control_group() {
+        let share = limits(16 * GIB, Some(0)).share(1, 2);
+        let shown = |memory: &str, pids: &str| {
+            share
+                .check_taken(&format!("/sys/fs/cgroup/user.slice/user-7.slice\nmemory.max {memory}\npids.max {pids}\n"))
+        };
+        assert_eq!(shown("8589934592", "16384"), Ok(()));
+        assert_eq!(shown("8589930496", "200"), Ok(()), "rounded, and an administrator's own");
+        let why = shown("max", "16384").unwrap_err().to_string();
+        assert_eq!(why, "/sys/fs/cgroup/user.slice/user-7.slice has memory.max max, not 8589934592");
+        assert!(shown("8589934592", "16385").unwrap_err().to_string().ends_with("has pids.max 16385, not 16384"));
+        let absent = share.check_taken("/sys/fs/cgroup/user.slice/user-7.slice\npids.max 1\n").unwrap_err();
+        assert!(absent.to_string().ends_with("user-7.slice has no memory.max"), "{absent}");
+        let swaps = "/g\nmemory.max 1\npids.max 1\nmemory.swap.max ";
+        assert!(
+            share.check_taken(&format!("{swaps}0\n")).is_ok() && share.check_taken(&format!("{swaps}max\n")).is_err()
+        );
+        assert!(share.check_taken("").is_err(), "nothing was shown");
     }
 
     #[test]

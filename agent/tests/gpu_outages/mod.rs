@@ -271,14 +271,14 @@ fn tenant_of_a_gpu_that_is_lost_at_the_next_boot_keeps_the_agent_from_nothing() 
 }
 
 /// A program of the machine that is this script.
-fn install_program(name: &str, script: &str) {
+pub fn install_program(name: &str, script: &str) {
     let path = Path::new("/usr/local/bin").join(name);
     fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 /// The part of systemd that reloads the units.
-fn boot_systemd() {
+pub fn boot_systemd() {
     fs::create_dir_all("/run/systemd/system").unwrap();
     install_program("systemctl", "echo \"$@\" >>/run/systemctl.calls");
 }

@@ -98,7 +98,7 @@ impl FindingRule {
 
 /// The probes whose findings are about the machine.
 const MACHINE_PROBES: &[&str] =
-    &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "reading", "package", "privilege", "sxid"];
+    &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "reading", "package", "privilege", "sxid", "limits"];
 /// The probe whose findings an administrator accepts by clearing them: the agent then compares with what they are about (decision 0057).
 pub const PRIVILEGE_PROBE: &str = "privilege";
 
@@ -289,6 +289,8 @@ table! {
         "reading" "integrity": WITHHELD, SOFTWARE, None, "the machine's integrity is not compared: a file system does not answer", "";
         "reading" "memory_errors": SHOWN, SOFTWARE, None, "the kernel's counts of memory errors cannot be read: a fault may be unknown", "";
         "reading" "inventory": SHOWN, SOFTWARE, None, "a part of the inventory or the load cannot be read, and is as it was before", "";
+        "limits" "not_taken": SHOWN, SOFTWARE, None, "the kernel does not bound the memory or the processes of a tenant", "";
+        "limits" "no_quota": SHOWN, SOFTWARE, None, "the kernel does not bound the disk space of a tenant", "";
 
         "package" "altered": ALTERED, SOFTWARE, None, "files of the agent's package are not those that were signed", "";
         "privilege" "sudoers": ALTERED, SOFTWARE, None, "rules of sudo were added or changed since the last clean-up", "";
