@@ -388,7 +388,8 @@ async fn gpuctl_logs_in_by_browser_and_by_device_code_and_renews_its_token() {
         let login: Value = serde_json::from_slice(&std::fs::read(&stored).unwrap()).unwrap();
         login["access_token"].as_str().unwrap().to_owned()
     };
-    for way in [&["login", "--browser", "--no-open"][..], &["login", "--device"]] {
+    // In a browser this provider issues refresh tokens after a consent alone.
+    for way in [&["login", "--browser", "--no-open", "--prompt", "consent"][..], &["login", "--device"]] {
         let mut logging_in = gpuctl.command(&[way, &asks].concat()).spawn().unwrap();
         let at = read_login_url(&mut logging_in).await;
         let back = at.query_pairs().find(|(name, _)| name == "redirect_uri");
