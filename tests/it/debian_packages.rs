@@ -80,6 +80,16 @@ impl Repository {
         run(build).await;
     }
 
+    /// A release changes the template of the settings.
+    async fn change_template(&self, folder: &str, package: &str) {
+        run(self.shell(&format!(
+            "deb=$(echo {folder}/{package}_*.deb) && dpkg-deb --raw-extract $deb changed && \
+             for template in changed/usr/share/{package}/*.env; do echo '# A setting of this release.' >> $template; done && \
+             dpkg-deb --root-owner-group --build changed $deb && rm -r changed",
+        )))
+        .await;
+    }
+
     async fn publish(&self, packages: &str) {
         self.publish_signed_by(KEY, packages).await;
     }
@@ -117,8 +127,9 @@ impl Site {
         let repository = Repository::new().await;
         let machine = &it.machine;
         // This repository is its only one.
-        machine.run("rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* && mkdir -p /srv/files /etc/gpuaas /etc/apt/keyrings");
+        machine.run("rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* && mkdir -p /srv/files /etc/apt/keyrings");
         it.write_certificate("/srv/files/chain.pem", "/srv/files/key.pem");
+        it.write_authority("/srv/files/ca.pem");
         Some(Self { it, repository })
     }
 
@@ -208,6 +219,7 @@ async fn packages_install_upgrade_and_go_as_the_book_says() {
     site.follow_to_the_end("Install a replica");
     assert!(site.is_ready().await, "{}", machine.journal(UNIT));
     assert_eq!(machine.run("cat /etc/gpuaas/kek"), ring, "the key ring is made once");
+    site.expect_diagnoses();
     site.expect_watchdog().await;
 
     upgrade(&site).await;
@@ -217,6 +229,28 @@ async fn packages_install_upgrade_and_go_as_the_book_says() {
 }
 
 impl Site {
+    /// Root looks at the database, whose socket admits the service's user alone, while the service runs and while it does not.
+    fn expect_diagnoses(&self) {
+        let machine = &self.it.machine;
+        for (state, service) in [("start", "is ready"), ("stop", "gpuaas.service is enabled and does not run")] {
+            machine.run(&format!("systemctl {state} gpuaas"));
+            let found = machine.run("gpuaas doctor || true");
+            assert!(found.contains(service), "{found}");
+            for named in ["fsync and full_page_writes are on", "the key ring opens what this database has sealed"] {
+                assert!(found.contains(named), "{state}: {named}: {found}");
+            }
+            let made = machine
+                .run("rm -f /srv/bundle.tar.gz && gpuaas support-bundle --anonymous --output /srv/bundle.tar.gz");
+            assert!(!made.contains("without database/"), "{state}: {made}");
+            let listed = machine.run("tar --list --file /srv/bundle.tar.gz");
+            for file in ["database/overdue.json", "database/members.json", "log.jsonl"] {
+                assert!(listed.contains(file), "{state}: {listed}");
+            }
+            assert!(!listed.contains("names.json"), "{listed}");
+        }
+        machine.run("systemctl start gpuaas");
+    }
+
     /// A process that makes no progress is killed and started again.
     async fn expect_watchdog(&self) {
         let machine = &self.it.machine;
@@ -256,6 +290,9 @@ async fn expect_the_same_bytes_twice(repository: &Repository) {
 async fn upgrade(site: &Site) {
     let (machine, repository) = (&site.it.machine, &site.repository);
     repository.build("@second", SECOND, &["gpuaas", "gpuaas-agent"]).await;
+    for package in ["gpuaas", "gpuaas-agent"] {
+        repository.change_template("second", package).await;
+    }
     repository.publish("@second").await;
     let (pid, settings) = (machine.property(UNIT, "MainPID"), machine.run(&format!("cat {SETTINGS}")));
     let reloaded = site.follow_to_the_end("Change settings");
@@ -270,6 +307,15 @@ async fn upgrade(site: &Site) {
     site.apt(&format!("install --allow-downgrades gpuaas={FIRST}"));
     assert_eq!(site.installed_version("gpuaas"), FIRST);
     assert!(site.is_ready().await, "{}", machine.journal(UNIT));
+    // A release that does not start: the page's commands fail, and the service's own say why.
+    machine.run(&format!("cp -p {SETTINGS} /srv/settings && sed -i s/^SVC_NATS_URL/SVC_NATS_ADDRESS/ {SETTINGS}"));
+    site.follow("Upgrade").unwrap_err();
+    assert_eq!(site.installed_version("gpuaas"), SECOND);
+    let failed = machine.attempt("gpuaas doctor").unwrap_err();
+    assert!(failed.contains("gpuaas.service has failed: exit-code, exit status 78"), "{failed}");
+    machine.run(&format!("mv /srv/settings {SETTINGS} && systemctl restart gpuaas"));
+    assert!(site.is_ready().await, "{}", machine.journal(UNIT));
+    site.apt(&format!("install --allow-downgrades gpuaas={FIRST}"));
     // What was altered on the way, or is signed by another key, is not installed.
     let list = repository.path("apt/dists/stable/InRelease");
     let signed = std::fs::read_to_string(&list).unwrap();
@@ -311,6 +357,7 @@ async fn the_agents_package(site: &Site) {
     assert!(machine.journal(AGENT).contains("/etc/gpuaas/agent.env is not there"), "{}", machine.journal(AGENT));
     site.it.enroll_an_agent().await;
     assert_eq!(machine.property(AGENT, "WatchdogUSec"), "1min");
+    machine.run("echo SVC_NODE_LOG_COLLECTOR_ENABLED=1 > /etc/gpuaas/log-collector.env");
     let pid = machine.property(AGENT, "MainPID");
     site.apt("install gpuaas-agent");
     assert_eq!(site.installed_version("gpuaas-agent"), SECOND);

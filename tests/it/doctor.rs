@@ -176,8 +176,12 @@ async fn doctor_finds_nothing_wrong_with_a_running_replica_and_names_each_fault_
     assert_eq!(code, machine, "0 on a machine with open files and space");
     for (check, begin) in [
         ("settings", "ok: 18 settings from"),
+        ("service", "ok: the service at 127.0.0.1:"),
         ("certificates", "ok: SVC_TLS_CERT_PATH"),
         ("certificates", "ok: agents accept the server certificate for 127.0.0.1"),
+        ("certificates", "ok: users accept the server certificate for 127.0.0.1"),
+        ("presented-certificates", "ok: SVC_PUBLIC_LISTEN presents the certificate of "),
+        ("presented-certificates", "ok: SVC_NODE_LISTEN presents the certificate of "),
         ("postgres", "ok: this machine's clock"),
         ("postgres", "ok: the schema is that of this release"),
         ("postgres", "ok: the key ring opens what this database has sealed"),
@@ -193,6 +197,23 @@ async fn doctor_finds_nothing_wrong_with_a_running_replica_and_names_each_fault_
     }
     let ports = findings(&report, "ports");
     assert!(ports.iter().all(|finding| finding.contains("is held by gpuaas (process ")), "{ports:#?}");
+
+    // A certificate that was renewed and not taken up, and that is not for the host that users reach.
+    let renewed =
+        Authority::create(&folder.path().join("renewed")).unwrap().server_certificate("control-plane").unwrap();
+    let other = whole.with(&[
+        ("SVC_TLS_CERT_PATH", renewed.certificate_path.to_str().unwrap()),
+        ("SVC_TLS_KEY_PATH", renewed.key_path.to_str().unwrap()),
+        ("SVC_PUBLIC_URL", "https://gpuaas.example:8443"),
+    ]);
+    let (_, report) = other.examine().await;
+    expect_actions(&report);
+    expect(&report, "presented-certificates", "warning: SVC_PUBLIC_LISTEN presents another certificate than that of ");
+    expect(
+        &report,
+        "certificates",
+        "error: users refuse the server certificate for gpuaas.example, the host of SVC_PUBLIC_URL",
+    );
 
     // The tests' shared Postgres is without fsync.
     let unsafe_database = TestDatabase::fresh().await;
@@ -260,6 +281,7 @@ async fn doctor_finds_nothing_wrong_with_a_running_replica_and_names_each_fault_
     command.args(["-c", "ulimit -n 500; exec \"$@\"", "sh"]).arg(gpuaas());
     command.args(["doctor", "--output", "json", "--env-file"]).arg(elsewhere.write()).env_clear();
     let (_, report) = report_of(command).await;
+    expect(&report, "service", "ok: the service does not run here");
     expect(&report, "open-files", "error: this command may have 500 files open");
     expect(&report, "ports", "ok: SVC_PUBLIC_LISTEN: 127.0.0.1:0 is free");
     cluster.shutdown().await;

@@ -128,10 +128,29 @@ async fn image_runs_as_any_uid_read_only_and_without_a_temporary_folder() {
             .any(|member| member["name"] == "pod" && member["shards"].as_array().is_some_and(|it| !it.is_empty()))
     };
     cluster.admin.wait_until("/api/v1/admin/runtime/cluster", "the pod has shards", is_member).await;
+    expect_a_bundle_through_standard_output(&podman).await;
     // It ends in order.
     podman.succeed(&["stop", "--time", "45", "any"]).await;
     assert_eq!(podman.inspect("any", "{{.State.ExitCode}}").await, "0");
     tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+}
+
+/// No file can be written in the container, and there is no journal.
+async fn expect_a_bundle_through_standard_output(podman: &Podman) {
+    let folder = tempfile::tempdir().unwrap();
+    let (log, archive) = (folder.path().join("log"), folder.path().join("bundle.tar.gz"));
+    std::fs::write(&log, "{\"message\":\"a line of the pod\"}\n").unwrap();
+    let mut exec = podman.command("podman", &["exec", "--interactive", "any", "gpuaas", "support-bundle"]);
+    exec.args(["--output", "-", "--log-file", "-"]).stdin(std::fs::File::open(&log).unwrap());
+    exec.stdout(std::fs::File::create(&archive).unwrap());
+    let output = tokio::task::spawn_blocking(move || exec.output()).await.unwrap().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut tar = Command::new("tar");
+    tar.args(["--extract", "--gzip", "--to-stdout", "--wildcards", "--file"])
+        .arg(&archive)
+        .args(["*/log.jsonl", "*/manifest.json"]);
+    let content = run(tar).await;
+    assert!(content.contains("a line of the pod") && content.contains("database/members.json"), "{content}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const PROGRAMS: [&str; 3] = ["gpuctl", "gpuaas", "gpuaas-agent"];
+/// Where the installer puts the agent's programs, by which the pages name them.
+const PACKAGE: &str = "/opt/gpuaas/current/bin/";
 /// Where texts are. Not the decisions and the changelog: they name commands of earlier releases.
 const FOLDERS: [&str; 7] =
     ["actors", "agent", "edge", "persistence", "supervisors", "deploy/docs/src", "deploy/runbooks"];
@@ -48,7 +50,8 @@ fn codes(text: &str) -> impl Iterator<Item = &str> {
 
 fn named(code: &str) -> Option<NamedCommand> {
     let mut words = code.split_whitespace();
-    let program = words.next().filter(|word| PROGRAMS.contains(word))?.to_owned();
+    let program = words.next().map(|word| word.strip_prefix(PACKAGE).unwrap_or(word));
+    let program = program.filter(|word| PROGRAMS.contains(word))?.to_owned();
     let mut words: Vec<&str> = words.take_while(|word| !matches!(*word, "--" | "|" | ">" | "&&" | "||")).collect();
     if words.first() == Some(&"--profile") {
         words.drain(..2.min(words.len()));

@@ -327,6 +327,9 @@ async fn pages_about_nodes_hold_word_by_word_on_a_bare_machine() {
     site.in_use(&site.second).await;
     // The good version had the default's two minutes: a busy machine may take some of them.
     site.cluster.set_policy("node.update_commit_seconds", 15).await;
+    let (_, doctor) = blocks("doctor.md", "On a node").remove(0);
+    let found = site.machine.attempt(&doctor).unwrap_or_else(|found| found);
+    assert!(found.contains("ok       settings"), "{found}");
     let printed = site.follow("updates.md", "A bad update").await;
     assert!(printed.contains("rolled back"), "{printed}");
     site.in_use(&site.second).await;
@@ -357,5 +360,7 @@ async fn pages_about_nodes_hold_word_by_word_on_a_bare_machine() {
     }
     let printed = site.follow("telemetry.md", "The telemetry edge of a node").await;
     assert!(printed.contains("ok"), "{printed}");
+    // The commands by hand are harmless where no update is left.
+    site.follow("updates.md", "When the finalizer cannot continue").await;
     site.cluster.shutdown().await;
 }

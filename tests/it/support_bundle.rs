@@ -85,6 +85,13 @@ fn password(url: &secrecy::SecretString) -> String {
     reqwest::Url::parse(url.expose_secret()).unwrap().password().unwrap().to_owned()
 }
 
+/// The same with another server, where nothing listens, as of an installation of several.
+fn with_another_server(url: &secrecy::SecretString) -> String {
+    let parsed = reqwest::Url::parse(url.expose_secret()).unwrap();
+    let server = format!("{}:{}", parsed.host_str().unwrap(), parsed.port().unwrap());
+    url.expose_secret().replacen(&server, &format!("{server},127.0.0.1:9"), 1)
+}
+
 /// The settings of a replica with every secret that a setting can have, and a log with each of them.
 struct Canaries {
     settings: EnvFile,
@@ -120,6 +127,9 @@ impl Canaries {
         let mut values: Vec<(&str, &str)> = values.iter().map(|(name, value)| (*name, value.as_str())).collect();
         // A processor that refuses connections at once.
         values.push(("SVC_PAYMENTS_API_BASE", "http://127.0.0.1:9"));
+        let database = with_another_server(&cluster.settings.database_url);
+        let nats = with_another_server(&cluster.nats.url("replica-1").unwrap());
+        values.extend([("SVC_DATABASE_URL", database.as_str()), ("SVC_NATS_URL", nats.as_str())]);
         let settings = EnvFile::of(cluster, folder).with(&values);
         let mut secrets: Vec<String> = canaries.iter().map(|(_, canary)| canary.clone()).collect();
         secrets.extend([

@@ -59,17 +59,22 @@ impl Installation {
         let key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
         self.machine.write("/etc/gpuaas/kek", 0o600, format!("key first {key}\nactive first\n").as_bytes());
         self.write_certificate("/etc/gpuaas/tls.pem", "/etc/gpuaas/tls.key");
+        self.write_authority("/etc/gpuaas/ca.pem");
         self.machine.run("cd / && runuser -u postgres -- createuser gpuaas");
         self.machine.run("cd / && runuser -u postgres -- createdb --owner gpuaas gpuaas");
         self.machine.run("systemctl daemon-reload");
     }
 
-    /// The server's certificate and its key as these files, and their authority where the settings name it.
+    /// The server's certificate and its key as these files.
     pub(crate) fn write_certificate(&self, chain: &str, key: &str) {
         let certificate = self.authority.server_certificate("control-plane").unwrap();
         self.machine.write(chain, 0o644, &std::fs::read(certificate.certificate_path).unwrap());
         self.machine.write(key, 0o600, &std::fs::read(certificate.key_path).unwrap());
-        self.machine.write("/etc/gpuaas/ca.pem", 0o644, self.authority.certificate_pem().as_bytes());
+    }
+
+    /// The authority of the server's certificate.
+    pub(crate) fn write_authority(&self, path: &str) {
+        self.machine.write(path, 0o644, self.authority.certificate_pem().as_bytes());
     }
 
     pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
@@ -250,11 +255,23 @@ async fn a_reload_takes_what_is_renewed_and_refuses_what_cannot_be_used(it: &Ins
     let first = it.presented(&connected).await;
     assert!(!machine.journal(UNIT).contains("\"DEBUG\""));
 
+    // What a replica that someone has taken over could put there: files of root's are neither written nor given away.
+    machine.write("/srv/of-root", 0o600, b"of root");
+    machine.run("for name in .gpuaas.env gpuaas.env .tls.key tls.key; do ln -sfn /srv/of-root /run/gpuaas/$name; done");
+
     it.write_certificate(chain, key);
     let mut settings = it.settings();
     settings.push(("RUST_LOG", "info,edge=debug".to_owned()));
     it.write_settings("/etc/gpuaas/gpuaas.env", &settings);
     machine.run("systemctl reload gpuaas");
+    assert_eq!(machine.run("stat -c %U:%a /srv/of-root; cat /srv/of-root"), "root:600\nof root");
+    assert_eq!(
+        machine
+            .run("stat -c %F:%U:%a /run/gpuaas/tls.key /run/gpuaas/gpuaas.env")
+            .matches("regular file:gpuaas:600")
+            .count(),
+        2
+    );
     let renewed = it.presented(&it.client()).await;
     assert!(renewed != first, "a new connection is presented the new certificate");
     assert_eq!(it.presented(&connected).await, first, "the open connection stays");

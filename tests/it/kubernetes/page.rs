@@ -114,3 +114,33 @@ async fn push(podman: &Podman, registry: &PackageRegistryServer, image: &TestIma
     )
     .await;
 }
+
+/// Runs the commands of an upgrade with a `kubectl` that writes down what it is asked, and reports this condition of the job. Whether they
+/// succeeded, what they printed, and what was asked.
+fn upgrade_with_job(condition: &str) -> (bool, String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let kubectl = format!(
+        "#!/bin/sh\necho \"$@\" >> asked\ncase $1 in get) [ -e once ] && echo {condition} || touch once ;; logs) echo the log of the job ;; esac\n"
+    );
+    for (name, text) in [("kubectl", kubectl.as_str()), ("sleep", "#!/bin/sh\n")] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let code: String = blocks(PAGE, "Install and upgrade").into_iter().map(|(_, code)| code).collect();
+    let mut shell = Command::new("timeout");
+    shell.args(["20", "bash", "-c", &code]).current_dir(folder.path());
+    let output = shell.env("PATH", format!("{}:/usr/bin:/bin", folder.path().display())).output().unwrap();
+    let printed = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    (output.status.success(), printed, std::fs::read_to_string(folder.path().join("asked")).unwrap())
+}
+
+#[test]
+fn upgrade_starts_no_pod_where_the_migration_fails_and_shows_its_log_at_once() {
+    let (succeeded, printed, asked) = upgrade_with_job("Failed");
+    assert!(!succeeded && printed.contains("the log of the job"), "{printed}");
+    assert!(!asked.contains("replicas.yaml"), "{asked}");
+    let (succeeded, printed, asked) = upgrade_with_job("Complete");
+    assert!(succeeded && printed.contains("the log of the job"), "{printed}");
+    assert!(asked.contains("apply --filename replicas.yaml") && asked.contains("rollout status"), "{asked}");
+}

@@ -1,6 +1,7 @@
 //! The pods of `deploy/kubernetes`, and what is connected to them by names and numbers.
 
 use super::{OVERLAYS, find, rendered};
+use crate::external_tools::root;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -94,6 +95,34 @@ async fn split_roles_are_the_pods_of_the_base_with_all_roles_once() {
     let count = all.len();
     assert_eq!(all.into_iter().collect::<BTreeSet<_>>(), ProcessRole::ALL.into());
     assert_eq!(count, ProcessRole::ALL.len(), "a role is there twice");
+}
+
+/// Settings that name this service itself, or what browsers alone load.
+const NOT_CONNECTED_TO: [&str; 4] =
+    ["SVC_PUBLIC_URL", "SVC_NODE_PUBLIC_URL", "SVC_TERMINAL_URL", "SVC_PAYMENTS_SCRIPT_URL"];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pods_may_connect_to_every_server_that_a_setting_names_also_in_the_cluster() {
+    let found = rendered(&["single-replica", "network-policies"]).await;
+    let rule = &find(&found, "NetworkPolicy", "gpuaas")["spec"]["egress"][1];
+    assert!(rule["to"].as_array().unwrap().contains(&json!({ "namespaceSelector": {} })), "{rule:#}");
+    let admitted: BTreeSet<u64> =
+        rule["ports"].as_array().unwrap().iter().map(|port| port["port"].as_u64().unwrap()).collect();
+
+    let page = std::fs::read_to_string(root().join("deploy/docs/src/operator/kubernetes.md")).unwrap();
+    let table: Vec<_> = page.lines().skip_while(|line| *line != "| port | of what |").skip(2).collect();
+    let rows = || table.iter().map_while(|line| line.strip_prefix("| ")?.split_once(" | "));
+    let ports: BTreeSet<u64> =
+        rows().flat_map(|(ports, _)| ports.split(", ")).map(|port| port.parse().unwrap()).collect();
+    assert_eq!(admitted, ports, "the page has the ports of the policy");
+
+    let names_a_server = |name: &&str| {
+        ["_URL", "_ENDPOINT", "_ISSUER", "_API_BASE", "_OCI_REF"].iter().any(|end| name.ends_with(end))
+            && !NOT_CONNECTED_TO.contains(name)
+    };
+    let has_row = |name: &&str| rows().any(|(_, what)| what.contains(&format!("`{name}`")));
+    let missing: Vec<_> = settings_table::names().filter(names_a_server).filter(|name| !has_row(name)).collect();
+    assert!(missing.is_empty(), "no port of the page's table is for {missing:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
