@@ -14,6 +14,7 @@ mod commands_with_reason;
 mod console_files;
 mod deprecation;
 mod document;
+mod fleet_history;
 mod health;
 mod health_rule;
 pub mod idempotency;
@@ -299,6 +300,8 @@ fn routes_deprecating(deprecations: &'static [Deprecation]) -> (Router<AppState>
         Admin  Get       "/api/v1/admin/platform-roles/bindings/{id}"       => platform_role::get, NotFound;
 
         Admin  Get       "/api/v1/admin/overview" (AdminOverview)           => overview::overview;
+
+        Admin  Get       "/api/v1/admin/fleet-history"                      => fleet_history::fleet_history;
 
         Admin  Get       "/api/v1/admin/alerts"                             => alert::list, UpstreamError;
 

@@ -14,6 +14,7 @@ pub mod audit;
 pub mod committer;
 pub mod envelope_encryption;
 pub mod error;
+pub mod fleet_history;
 pub mod idempotency;
 pub mod key_rewrap;
 pub mod loader;
@@ -35,6 +36,7 @@ pub mod work_lease;
 
 pub use committer::{Committer, CommitterConfig};
 pub use error::StoreError;
+pub use fleet_history::FleetHistory;
 pub use idempotency::IdempotencyRecords;
 pub use loader::Loader;
 pub use membership::Cluster;

@@ -10,6 +10,7 @@ mod capacity;
 mod entity;
 mod entity_deadlines;
 mod entity_totals;
+mod fleet_history;
 mod invariant_checks;
 mod keys;
 mod policy;
@@ -28,6 +29,7 @@ pub use entity::{
 };
 pub use entity_deadlines::{WaitingEntity, WaitingFilter, WaitingPosition};
 pub use entity_totals::{AccountSum, GpuUse, NodeConcerns, RENEWAL_OVERDUE_SECONDS};
+pub use fleet_history::{CurrencyRevenue, FleetFilter, FleetHour, TooManyRows};
 pub use invariant_checks::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
 pub use keys::DependentNode;
 pub use policy::{PolicyFilter, PolicyRow};

@@ -126,6 +126,9 @@ fn retention_of(table: &str, months: RetentionMonths) -> String {
         "outbox" => "until the event's effect is committed",
         "recording" | "recording_chunk" => "terminal.recording_retention_days",
         "table_size" => "90 days",
+        "fleet_hour" | "fleet_hour_gpus" | "fleet_hour_rentals" | "fleet_hour_revenue" => {
+            "retention.fleet_history_months"
+        }
         _ => "as long as what it is about",
     };
     fixed.to_owned()

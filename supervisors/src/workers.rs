@@ -10,6 +10,7 @@ mod entity_changes;
 pub mod entity_deadlines;
 pub mod event_delivery;
 pub mod event_reactions;
+pub mod fleet_history;
 pub mod fleet_telemetry;
 pub mod idle_passivation;
 pub mod invariant_checks;
@@ -138,6 +139,8 @@ tree! {
         "deletes recordings of terminals that are too old";
     "retention" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(retention::start) =>
         "removes months of the history and of the audit log, and ended entities, that are older than policies keep them";
+    "fleet-history" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(fleet_history::start) =>
+        "counts the GPUs of each hour, and adds up its rentals and its revenue";
     "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(key_rewrap::start) =>
         "rewraps values that a retiring key of the key ring sealed";
     "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rewrap::start_listener) =>

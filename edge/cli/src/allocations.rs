@@ -148,6 +148,9 @@ pub(crate) struct List {
     /// Administrators: list those of this user.
     #[arg(long, value_name = "ID")]
     user: Option<String>,
+    /// Administrators: those that are on this node; with --all also those that were.
+    #[arg(long, add = completion::of(&NODE))]
+    node: Option<Ref>,
     #[command(flatten)]
     selector: Selector,
     /// Show at most this many, the newest.
@@ -285,6 +288,9 @@ async fn list(which: List, api: &Api) -> Result<(), Failure> {
     query.extend(which.state.map(|state| ("state", state)));
     query.extend(which.sku.map(|sku| ("sku", sku)));
     query.extend(which.user.map(|user| ("user_id", user)));
+    if let Some(node) = which.node {
+        query.push(("node_id", node.id(&NODE, api).await?.to_string()));
+    }
     which.selector.add_to(&mut query);
     let page = match every {
         true => api.list(ALLOCATION.path, &query, READ).await?,

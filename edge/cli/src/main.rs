@@ -28,6 +28,7 @@
 //! | `audit list` | `GET /api/v1/admin/audit-log` |
 //! | `alerts` | `GET /api/v1/admin/alerts` |
 //! | `fleet` | `GET /api/v1/admin/telemetry/fleet` |
+//! | `fleet-history` | `GET /api/v1/admin/fleet-history` |
 //! | `overview` · `tree` · `cluster` · `entity` · `restart` | `GET /api/v1/admin/overview`, `/api/v1/admin/runtime…` |
 //! | `completions SHELL` | nothing; completion lists candidates from the API |
 //!
@@ -51,6 +52,7 @@ mod download;
 mod duration;
 mod failure;
 mod fleet;
+mod fleet_history;
 mod health_rules;
 mod http_client;
 mod instant;
@@ -212,6 +214,8 @@ enum Command {
     Alerts,
     /// Administrators: shows the load of the nodes by SKU and region, and the nodes that do not report.
     Fleet,
+    /// Administrators: shows the fleet hour by hour, with its GPUs, rentals and revenue.
+    FleetHistory(fleet_history::FleetHistoryArgs),
     /// Administrators: shows the supervision tree of the cluster, and what entities wait for.
     Tree(supervision_tree::TreeArgs),
     /// Administrators: lists the members of the cluster.
@@ -295,6 +299,7 @@ async fn execute(command: Command, mut connection: Connection) -> Result<u8, Fai
         Command::Capacity => capacity::run(&connection.api()?).await?,
         Command::Alerts => alerts::run(&connection.api()?).await?,
         Command::Fleet => fleet::run(&connection.api()?).await?,
+        Command::FleetHistory(args) => fleet_history::run(args, &connection.api()?).await?,
         Command::Overview => overview::run(&connection.api()?).await?,
         Command::Tree(args) => supervision_tree::run(args, &connection.api()?).await?,
         Command::Cluster => cluster::cluster(&connection.api()?).await?,

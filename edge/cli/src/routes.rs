@@ -142,6 +142,7 @@ pub(crate) const COMMANDS: &[(&str, &str)] = &[
     ("GET /api/v1/admin/overview", "overview"),
     ("GET /api/v1/admin/alerts", "alerts"),
     ("GET /api/v1/admin/telemetry/fleet", "fleet"),
+    ("GET /api/v1/admin/fleet-history", "fleet-history"),
     ("GET /api/v1/admin/policies", "policy catalog"),
     ("GET /api/v1/admin/rollouts", "rollouts list"),
     (

@@ -362,6 +362,23 @@ export const fleet: Schemas["FleetReport"] = {
   silent_nodes: { count: 1, nodes: [] },
 };
 
+const gpusOfHour = (region_code: string, gpus_held: number): Schemas["FleetHourGpus"] => ({ sku_id: sku.id, sku: "h100-8", region_code, gpus_total: 16, gpus_held, gpus_free: 12 - gpus_held, gpus_unavailable: 4 });
+
+/** Four hours: one that was measured, one without a member, one without a rental, and one that runs. */
+export const fleetHistory: Schemas["FleetHistory"] = {
+  from: "2026-11-29T08:00:00Z",
+  until: "2026-11-29T12:00:00Z",
+  hours: [
+    {
+      hour: "2026-11-29T08:00:00Z", gpus: [gpusOfHour("eu-west-1", 8), gpusOfHour("eu-north-1", 4)], rentals: { begun: 3, active_after_seconds_p50: 31.5, active_after_seconds_p95: 90 },
+      revenue: [{ currency: "EUR", revenue_micro: 2_500_000_000 }],
+    },
+    { hour: "2026-11-29T09:00:00Z", gpus: null, rentals: { begun: 0, active_after_seconds_p50: null, active_after_seconds_p95: null }, revenue: [{ currency: "EUR", revenue_micro: 2_000_000_000 }] },
+    { hour: "2026-11-29T10:00:00Z", gpus: [gpusOfHour("eu-west-1", 12), gpusOfHour("eu-north-1", 0)], rentals: { begun: 0, active_after_seconds_p50: null, active_after_seconds_p95: null }, revenue: [] },
+    { hour: "2026-11-29T11:00:00Z", gpus: [gpusOfHour("eu-west-1", 12), gpusOfHour("eu-north-1", 0)], rentals: null, revenue: null },
+  ],
+};
+
 export const statementLines: Schemas["MonthlyStatementLine"][] = [
   { kind: "usage", allocation_id: uuid(101), sku: "h100-8", gpu_count: 2, postings: 640, together: 1, amount_micro: 40_000_000_000, change_micro: -40_000_000_000, user_id: "ann" },
   { kind: "deposit", postings: 1, together: 1, amount_micro: 200_000_000_000, change_micro: 200_000_000_000 },

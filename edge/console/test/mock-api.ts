@@ -56,7 +56,7 @@ export class MockApi {
     "/api/v1/billing/payments": () => list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(401), state: "open", left_minor: 0 }),
     "/api/v1/billing/payments/{id}": ([id]) => ({ ...fixtures.payment, id: id ?? "", state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid" }),
     "/api/v1/billing/statements": () => list(fixtures.statement),
-    "/api/v1/allocations": (_, query) => list(...this.allocations.filter(({ state }) => (query.get("state") ?? state) === state)),
+    "/api/v1/allocations": (_, query) => list(...this.allocations.filter(({ state, node_id }) => (query.get("state") ?? state) === state && (query.get("node_id") ?? node_id) === node_id)),
     "/api/v1/allocations/{id}": ([id]) => this.allocations.find((found) => found.id === id) ?? fixtures.allocation(0),
     "/api/v1/allocations/{id}/telemetry": ([id]) => ({
       allocation_id: id ?? "",
@@ -149,6 +149,7 @@ export class MockApi {
     "/api/v1/admin/notification-endpoints": () => list({ ...fixtures.endpoint, user_id: "ann", failing_since: fixtures.ago(200) }),
     "/api/v1/admin/users/{user_id}/ssh-keys": () => list(fixtures.sshKey, { ...fixtures.sshKey, id: fixtures.uuid(301), name: "old laptop", is_default: false }),
     "/api/v1/admin/telemetry/fleet": () => fixtures.fleet,
+    "/api/v1/admin/fleet-history": () => fixtures.fleetHistory,
     "/api/v1/admin/policy-values/resolve": (_, query) => ({
       key: query.get("key") ?? "", value: query.get("user_id") ? 20 : 10, source: query.get("user_id") ? "user_id" : "default", ...(query.get("user_id") ? { scope: { user_id: "ann" }, effective_at: fixtures.ago(90) } : {}),
     }),

@@ -5,7 +5,8 @@ import userEvent from "@testing-library/user-event";
 import type { Schemas } from "../src/api/client.ts";
 import { timelineOf } from "../src/pages/node-timeline.tsx";
 import { validationsOf } from "../src/pages/node-validations.tsx";
-import { ago, me, node, uuid } from "./fixtures.ts";
+import { shortId } from "../src/format/text.ts";
+import { ago, allocation, me, node, uuid } from "./fixtures.ts";
 import { refusal } from "./mock-api.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
@@ -48,6 +49,48 @@ describe("the ended tasks of a node", () => {
     expect(await columnOf("Ended tasks", "Error")).toEqual(["It took too long.", "–", "–"]);
     const outputs = within(screen.getByRole("group", { name: "Ended tasks" })).getAllByRole("group", { name: "output of diagnostics.collect" });
     expect(outputs.map(({ textContent }) => JSON.parse(textContent ?? ""))).toEqual([{ second: true }, { first: true }]);
+  });
+});
+
+describe("the tenants of a node", () => {
+  const tenant = (number: number, change: Partial<Schemas["Allocation"]>) => allocation(number, { node_id: uuid(50), user_id: "ann", name: null, gpu_count: 2, ...change });
+  function tenantsAre(items: Schemas["Allocation"][]): (string | null)[] {
+    const asked: (string | null)[] = [];
+    mock.role = "admin";
+    mock.overrides.push(({ url, method }) => {
+      const at = new URL(url);
+      if (method !== "GET" || at.pathname !== "/api/v1/allocations") return null;
+      asked.push(at.searchParams.get("node_id"));
+      return Response.json({ items, next_page: null });
+    });
+    return asked;
+  }
+  const former = tenant(1, { state: "released", requested_at: ago(901), active_at: ago(900), released_at: ago(400) });
+  const present = tenant(2, { state: "active", user_id: "bob", name: "train", gpu_count: 1, requested_at: ago(91), active_at: ago(90), released_at: null });
+
+  it("are those on it and its former ones, the newest first, with their times", async () => {
+    // As the API answers: the oldest first.
+    const asked = tenantsAre([former, present]);
+    openConsole(ADDRESS);
+    expect(await columnOf("Tenants", "User")).toEqual(["bob", "ann"]);
+    expect(await columnOf("Tenants", "State")).toEqual(["active", "released"]);
+    expect((await columnOf("Tenants", "Released")).map((text) => text === "–")).toEqual([true, false]);
+    expect(new Set(asked)).toEqual(new Set([uuid(50)]));
+  });
+
+  it("are in its timeline", async () => {
+    expect(timelineOf(node(0), [], [former, present]).filter(({ what }) => what.startsWith("Tenant")).map(({ what, state, note }) => [what, state, note])).toEqual([
+      ["Tenant bob, allocation train", "active", "1 GPU"],
+      [`Tenant ann, allocation ${shortId(former.id)}`, "released", "2 GPUs"],
+      [`Tenant ann, allocation ${shortId(former.id)}`, "active", "2 GPUs"],
+    ]);
+    tenantsAre([former, present]);
+    openConsole(ADDRESS);
+    await waitFor(async () => expect((await columnOf("Timeline", "What")).filter((what) => what?.startsWith("Tenant"))).toHaveLength(3));
+  });
+
+  it("that never came to run are not in its timeline", () => {
+    expect(timelineOf(node(0), [], [tenant(3, { state: "provisioning", active_at: null, released_at: null })]).some(({ what }) => what.startsWith("Tenant"))).toBe(false);
   });
 });
 

@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::allocation::{
-    Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, FailureCode, Phase, PhaseName, Request,
+    Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, FailureCode, Phase, PhaseName, Request, node_term,
 };
 use domain::node::Node;
 use domain::policy::PolicyKey;
@@ -100,6 +100,9 @@ pub(super) struct AllocationFilter {
     #[serde(default, skip_serializing_if = "LabelSelectors::is_empty")]
     #[param(value_type = Option<Vec<LabelSelector>>, style = Form, explode, max_items = 32)]
     label: LabelSelectors,
+    /// Allocations that are or were on this node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node_id: Option<Uuid>,
 }
 
 /// Your allocations, oldest first; everybody's for administrators.
@@ -121,11 +124,13 @@ pub(super) async fn list(
         Some(sku) => Some(sku::id_in_filter(&app, sku).await?),
         None => None,
     };
+    let mut terms = terms(filter.name.as_ref(), &filter.label);
+    terms.extend(filter.node_id.map(|id| node_term(NodeId(id))));
     let filter = ListFilter {
         owner,
         states: filter.state.map(|state| state.name().to_owned()).into_iter().collect(),
         sku,
-        terms: terms(filter.name.as_ref(), &filter.label),
+        terms,
     };
     let rows = read_model::list::<Allocation>(&app, &filter, &page).await?;
     let now = app.environment.now();

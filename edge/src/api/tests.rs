@@ -15,6 +15,7 @@ mod deprecations;
 mod description_layout;
 mod errors;
 mod fake_processor;
+mod fleet_history;
 mod gpu_reset;
 mod hardware_drift;
 mod harness;

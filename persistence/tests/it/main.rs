@@ -9,6 +9,7 @@ mod commits;
 mod ended_sessions;
 mod entity_totals;
 mod faults;
+mod fleet_history;
 mod keys;
 mod ledger;
 mod membership;

@@ -218,6 +218,12 @@ pub enum Rejection {
     KeysTooLong { max: usize },
 }
 
+/// The term of every allocation that is or was on the node.
+#[must_use]
+pub fn node_term(node_id: NodeId) -> String {
+    format!("node/{node_id}")
+}
+
 /// The most GPUs that one allocation may ask for: more than any machine holds.
 pub const MAX_GPUS: u32 = 64;
 
@@ -363,7 +369,9 @@ impl Machine for Allocation {
     }
 
     fn terms(&self) -> BTreeSet<String> {
-        self.metadata.terms()
+        let mut terms = self.metadata.terms();
+        terms.extend(self.placement().map(|(node_id, _)| node_term(node_id)));
+        terms
     }
 
     fn is_transient(&self) -> bool {

@@ -1,4 +1,4 @@
-// What has happened to a node, in one order of time: findings, repairs, resets, validations, holds and the tasks of its own.
+// What has happened to a node, in one order of time: its tenants, findings, repairs, resets, validations, holds and the tasks of its own.
 import type { Schemas } from "../api/client.ts";
 import { shortId } from "../format/text.ts";
 import { Card } from "../ui/layout.tsx";
@@ -8,6 +8,7 @@ import { Plain } from "../ui/text.tsx";
 import { FullTime } from "../ui/time.tsx";
 
 type Node = Schemas["Node"];
+type Tenant = Pick<Schemas["Allocation"], "id" | "name" | "user_id" | "gpu_count" | "active_at" | "released_at">;
 type Outcome = Schemas["NodeTaskOutcome"];
 
 export interface TimelineEntry {
@@ -20,7 +21,7 @@ export interface TimelineEntry {
 type Remembered = Pick<Node, "created_at" | "state" | "state_entered_at" | "state_reason" | "health" | "repair" | "gpu_resets" | "reimage" | "validation" | "quarantine_holds">;
 
 /** All that the node remembers with its time, the newest first. */
-export function timelineOf(node: Remembered, ended: readonly Outcome[]): TimelineEntry[] {
+export function timelineOf(node: Remembered, ended: readonly Outcome[], tenants: readonly Tenant[] = []): TimelineEntry[] {
   const gpu = (uuid: string | null | undefined) => (uuid ? ` of GPU ${shortId(uuid)}` : "");
   const entries: TimelineEntry[] = [
     { at: node.created_at, what: "Registered", state: "registered", note: "" },
@@ -34,6 +35,11 @@ export function timelineOf(node: Remembered, ended: readonly Outcome[]): Timelin
     ...(node.repair ? [{ at: node.repair.begun_at, what: "Repair by a reboot", state: node.repair.phase, note: `attempts within a day: ${node.repair.attempts}` }] : []),
     ...(node.reimage ? [{ at: node.reimage.ordered_at, what: "Reimage", state: node.reimage.stage, note: "" }] : []),
     ...(node.validation ? [{ at: node.validation.ended_at, what: `Validation, ${node.validation.level}`, state: node.validation.passed ? "passed" : "failed", note: node.validation.shortfalls.join("; ") }] : []),
+    ...tenants.flatMap(({ id, name, user_id, gpu_count, active_at, released_at }): TimelineEntry[] => {
+      const what = `Tenant ${user_id}, allocation ${name ?? shortId(id)}`;
+      const note = gpu_count === 1 ? "1 GPU" : `${gpu_count} GPUs`;
+      return [...(active_at ? [{ at: active_at, what, state: "active", note }] : []), ...(released_at ? [{ at: released_at, what, state: "released", note }] : [])];
+    }),
     ...ended
       .filter(({ task_id }) => task_id !== node.validation?.task_id)
       .map(({ ended_at, type, succeeded, error }) => ({ at: ended_at, what: `Task ${type}`, state: succeeded ? "succeeded" : "failed", note: error?.message ?? "" })),
@@ -41,12 +47,12 @@ export function timelineOf(node: Remembered, ended: readonly Outcome[]): Timelin
   return entries.sort((a, b) => b.at.localeCompare(a.at));
 }
 
-export function NodeTimeline({ of: node, ended }: { of: Remembered; ended: readonly Outcome[] }) {
+export function NodeTimeline({ of: node, ended, tenants }: { of: Remembered; ended: readonly Outcome[]; tenants: readonly Tenant[] }) {
   return (
     <Card title="Timeline">
       <GrowingTable
         label="Timeline"
-        rows={timelineOf(node, ended).map((entry, index) => ({ ...entry, key: `${index}:${entry.at}` }))}
+        rows={timelineOf(node, ended, tenants).map((entry, index) => ({ ...entry, key: `${index}:${entry.at}` }))}
         keyOf={({ key }) => key}
         none={null}
         columns={[

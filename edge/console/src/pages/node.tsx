@@ -19,6 +19,7 @@ import { NodeFindings } from "./node-findings.tsx";
 import { Machine } from "./node-machine.tsx";
 import { isSetUpByHand, Onboarding, Reissue, SetUp } from "./node-onboarding.tsx";
 import { NodeTasks } from "./node-tasks.tsx";
+import { NodeTenants, tenantsQuery } from "./node-tenants.tsx";
 import { NodeTimeline } from "./node-timeline.tsx";
 import { NodeValidations } from "./node-validations.tsx";
 import { terminalColumns } from "./terminals.tsx";
@@ -32,6 +33,7 @@ export default function NodePage() {
     queryFn: () => dataOf(api.GET("/api/v1/admin/nodes/{id}", { params: { path: { id } } })),
     refetchInterval: (query) => pollEvery(query.state.data && isToEnroll(query.state.data) ? POLL_SOON_MS : POLL_MS)(),
   });
+  const tenants = useQuery({ ...tenantsQuery(id), enabled: useMay()("manage_nodes") });
   return (
     <Guard needs="manage_nodes">
       <Loaded query={node}>
@@ -68,10 +70,11 @@ export default function NodePage() {
                   {(ended) => (
                     <>
                       <NodeValidations of={data} ended={ended} />
-                      <NodeTimeline of={data} ended={ended} />
+                      <NodeTimeline of={data} ended={ended} tenants={tenants.data?.items ?? []} />
                     </>
                   )}
                 </NodeTasks>
+                <NodeTenants of={tenants} />
                 <Terminals id={data.id} />
               </div>
               <aside>

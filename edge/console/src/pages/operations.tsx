@@ -1,4 +1,5 @@
 // The fleet at a glance: GPUs, money, members, and what needs attention.
+import { Suspense } from "react";
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import { api, dataOf, type Schemas } from "../api/client.ts";
@@ -8,12 +9,15 @@ import { count, readable } from "../format/text.ts";
 import { duration } from "../format/time.ts";
 import { Guard } from "../ui/action.tsx";
 import { Card, Head } from "../ui/layout.tsx";
+import { lazyPart } from "../ui/lazy-part.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
 import { Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { Table } from "../ui/table.tsx";
 import { useAddress } from "../ui/use-address.ts";
+
+const FleetCharts = lazyPart(() => import("./fleet-charts.tsx"), () => <p className="soft">The charts cannot be shown before the page is loaded again.</p>);
 
 export const overviewQuery = {
   queryKey: ["fleet-overview"],
@@ -73,6 +77,9 @@ export default function OperationsPage() {
                 ]}
               />
             </Card>
+            <Suspense fallback={null}>
+              <FleetCharts skus={different(data.gpus.map(({ sku }) => sku))} regions={different(data.gpus.map(({ region_code }) => region_code))} />
+            </Suspense>
             <div className="columns">
               <Card title="Entities">
                 <Table
@@ -119,6 +126,10 @@ export default function OperationsPage() {
 }
 
 type Gpus = Schemas["GpuOverview"];
+
+function different(names: readonly string[]): string[] {
+  return [...new Set(names)].sort();
+}
 
 /** Neither held nor offered: their node is drained, held in quarantine or out of contact, or they have a finding. */
 export function withheldOf({ gpus_total, gpus_held, gpus_free }: Pick<Gpus, "gpus_total" | "gpus_held" | "gpus_free">): number {

@@ -6,6 +6,8 @@ export interface Filter {
   name: string;
   label: string;
   options?: readonly string[];
+  /** What it means that none is chosen. */
+  any?: string;
   hint?: string;
   /** As wide as an id that is shown in full. */
   wide?: boolean;
@@ -29,7 +31,7 @@ export function Filters({ of, address, set }: { of: readonly Filter[]; address: 
           <span>{filter.label}</span>
           {filter.options ? (
             <select value={address[filter.name] ?? ""} onChange={(event) => set({ [filter.name]: event.target.value })}>
-              <option value="">any</option>
+              <option value="">{filter.any ?? "any"}</option>
               {filter.options.map((option) => (
                 <option key={option} value={option}>
                   {option.replaceAll("_", " ")}

@@ -45,6 +45,7 @@ const TAGS: &[(&str, &str)] = &[
     ("policy", "Policies: the catalog of keys, the values in force, and their changes."),
     ("audit", "Who did what, to what, and when; sealed into chains."),
     ("overview", "The whole service at a glance."),
+    ("fleet_history", "The fleet hour by hour: GPUs, rentals and revenue."),
     ("alert", "What fires in the monitoring of the service."),
     ("telemetry", "The load of the nodes, and of the GPUs of an allocation."),
     ("runtime", "The running cluster: members, the supervision tree, and entities that wait or are parked."),

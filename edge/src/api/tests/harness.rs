@@ -36,7 +36,7 @@ use local_servers::identity::browser_login::CONSOLE_CLIENT_ID;
 use local_servers::test_database::TestDatabase;
 use persistence::retention::{self, Month, MonthlyLog};
 use persistence::table_maintenance;
-use persistence::{Reads, Secrets};
+use persistence::{FleetHistory, Reads, Secrets};
 use scripted_saga::{EffectRunner, run_placements};
 use serde_json::json;
 use std::net::IpAddr;
@@ -203,6 +203,11 @@ impl ApiHarness {
         host.environment.set_policy(PolicyKey::RateLimitFinancial, PolicyValue::Int(100_000));
         tokio::spawn(run_placements(app.clone(), Arc::clone(&placement), member.published));
         Self { app, router, identities, placement, environment: host.environment, postgres }
+    }
+
+    /// What the worker `fleet-history` writes, and the API reads.
+    pub(super) fn fleet_history(&self) -> FleetHistory {
+        FleetHistory::new(self.postgres.pool.clone())
     }
 
     /// Removes all history that there is, as the retention does with old months.

@@ -273,3 +273,36 @@ async fn labels_survive_the_allocation_saga() {
     assert_eq!((&released.is(202)["name"], &released.body["labels"]), (&json!("train"), &json!({"env": "dev"})));
     assert!(!api.database_dump().contains("\"metadata\":{}"), "what has none is stored as before");
 }
+
+#[tokio::test]
+async fn allocations_of_a_node_are_those_on_it_and_its_former_ones() {
+    let api = harness().await;
+    let (node, other) = (api.active_node("h100x4", 4).await, api.active_node("h100x4", 4).await);
+    let rent = async |user: &str, key: &str, on| {
+        api.set_placement(PlacementOutcome::On(on));
+        let body = json!({"sku": "h100x4", "gpu_count": 1});
+        api.post(ALLOCATIONS).user(user).key(key).json(&body).send().await.is(201).clone()
+    };
+    let former = rent("ann", "a", node).await;
+    api.post(&format!("{}/release", path_of(&former))).user("ann").send().await.is(202);
+    let present = rent("bob", "b", node).await;
+    rent("ann", "c", other).await;
+    // Without a node.
+    rented(&api, "ann", "d", Value::Null, Value::Null).await;
+
+    let id = |made: &Value| made["id"].as_str().unwrap().to_owned();
+    let of_node = format!("{ALLOCATIONS}?node_id={node}");
+    assert_eq!(ids(&api, &of_node, None).await, [id(&former), id(&present)], "oldest first");
+    assert_eq!(ids(&api, &format!("{of_node}&user_id=bob"), None).await, [id(&present)]);
+    assert_eq!(ids(&api, &of_node, Some("ann")).await, [id(&former)], "of no other user");
+    assert_eq!(ids(&api, &of_node, Some("eve")).await, Vec::<String>::new());
+
+    let first = api.get(&format!("{of_node}&limit=1")).admin().send().await.is(200).clone();
+    assert_eq!(first["items"][0]["id"], former["id"]);
+    let token = first["next_page"].as_str().unwrap();
+    assert_eq!(ids(&api, &format!("{of_node}&limit=1&page_token={token}"), None).await, [id(&present)]);
+    let elsewhere = format!("{ALLOCATIONS}?node_id={other}&limit=1&page_token={token}");
+    assert_eq!(api.get(&elsewhere).admin().send().await.refused(400, "invalid_request")["field"], "page_token");
+    let bad = api.get(&format!("{ALLOCATIONS}?node_id=here")).admin().send().await;
+    assert_eq!(bad.refused(400, "invalid_request")["field"], "node_id");
+}

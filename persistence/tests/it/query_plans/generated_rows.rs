@@ -143,10 +143,22 @@ FROM (
     SELECT i, i % 2 = 1 AS is_large, i % 40 > 1 AS is_usage, now() - make_interval(mins => $to - i) AS at FROM generate_series($from, $to) AS i
 ) AS posted;
 
+INSERT INTO fleet_hour (hour, gpus_at, added_up_at)
+SELECT hour, hour, hour FROM (SELECT date_trunc('hour', now()) - make_interval(hours => $to - i) AS hour FROM generate_series($from, $to) AS i) AS measured
+ON CONFLICT DO NOTHING;
+INSERT INTO fleet_hour_gpus (hour, sku, region, sku_name, gpus_total, gpus_held, gpus_free)
+SELECT hour, md5('sku' || n)::uuid, 'eu', 'sku-' || n, 8, 4, 2 FROM fleet_hour CROSS JOIN generate_series(0, 2) AS n ON CONFLICT DO NOTHING;
+INSERT INTO fleet_hour_rentals (hour, sku, region, begun, p50_seconds, p95_seconds)
+SELECT hour, sku, region, 5, 10, 20 FROM fleet_hour
+CROSS JOIN (VALUES (md5('sku0')::uuid, 'eu'), (md5('sku0')::uuid, ''), ('00000000-0000-0000-0000-000000000000'::uuid, '')) AS parts (sku, region)
+ON CONFLICT DO NOTHING;
+INSERT INTO fleet_hour_revenue (hour, currency, sku, region, amount)
+SELECT hour, 'USD', md5('sku' || n)::uuid, 'eu', 5 FROM fleet_hour CROSS JOIN generate_series(0, 2) AS n ON CONFLICT DO NOTHING;
+
 INSERT INTO term (entity, term)
 SELECT md5('entity' || i)::uuid, term
 FROM generate_series($from, $to) AS i
-CROSS JOIN LATERAL (VALUES ('label/env'), ('label/env=' || CASE WHEN i / 20 % 2 = 0 THEN 'production' ELSE 'test' END), ('name/' || i),
+CROSS JOIN LATERAL (VALUES (CASE WHEN i % 20 < 8 THEN 'node/' || i / 1000 END), ('label/env'), ('label/env=' || CASE WHEN i / 20 % 2 = 0 THEN 'production' ELSE 'test' END), ('name/' || i),
                            (CASE WHEN i / 20 % 500 = 7 THEN 'label/rare' END)) AS terms (term)
 WHERE term IS NOT NULL AND i % 20 IN (0, 1, 8, 9, 10, 11);
 

@@ -16,17 +16,19 @@ use domain::{NodeId, TerminalSessionId};
 use ed25519_dalek::SigningKey;
 use persistence::audit::{AuditKey, AuditKeys, AuditVerification, Sealer, verify};
 use persistence::envelope_encryption::KeyRing;
+use persistence::fleet_history::{HourlyGpus, hour_of};
 use persistence::key_rewrap::SEALED_FIELDS;
 use persistence::membership::Member;
 use persistence::migrate::{Migrations, StartingMember};
 use persistence::queries::{
-    AuditFilter, AuditPosition, BindingFilter, Cursor, LedgerFilter, ListFilter, OutboxCursor, PolicyFilter,
-    WaitingFilter, WaitingPosition,
+    AuditFilter, AuditPosition, BindingFilter, Cursor, FleetFilter, LedgerFilter, ListFilter, OutboxCursor,
+    PolicyFilter, WaitingFilter, WaitingPosition,
 };
 use persistence::recordings::{Chunk, ChunkOwner, RecordingFilter};
 use persistence::retention::{self, MonthlyLog, remove_month};
 use persistence::{
-    Cluster, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, table_maintenance, table_sizes,
+    Cluster, FleetHistory, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, table_maintenance,
+    table_sizes,
 };
 use secrecy::SecretSlice;
 use sqlx::PgPool;
@@ -119,6 +121,31 @@ pub(super) async fn run(store: &TestStore, pool: &PgPool) {
     keep_secrets(pool).await;
     keep_members(store, pool).await;
     maintain_tables(pool).await;
+    measure_fleet(pool, &rows).await;
+}
+
+/// An hour of the fleet, which the generated rows have, and the hours of a month.
+async fn measure_fleet(pool: &PgPool, rows: &SampleRows) {
+    let history = FleetHistory::new(pool.clone());
+    let (reads, hour) = (Reads::new(pool.clone()), hour_of(Utc::now()));
+    let gpus = [HourlyGpus {
+        sku_id: SkuId(rows.skus[0]),
+        sku: "sku-3".to_owned(),
+        region_code: "eu".to_owned(),
+        total: 8,
+        held: 4,
+        free: 2,
+    }];
+    history.has_gpus(hour).await.unwrap();
+    history.store_gpus(hour, hour, &gpus).await.unwrap();
+    let week = hour - TimeDelta::days(7);
+    history.hours_to_add_up(week, hour, 24).await.unwrap();
+    history.add_up(hour - TimeDelta::hours(1), hour).await.unwrap();
+    let (month, until) = (hour - TimeDelta::days(31), hour + TimeDelta::hours(1));
+    for filter in [FleetFilter::default(), FleetFilter { sku: Some(rows.skus[0]), region: Some("eu".to_owned()) }] {
+        reads.fleet_hours(month, until, &filter, 10_000).await.unwrap().unwrap();
+    }
+    assert_eq!(history.delete_before(DateTime::UNIX_EPOCH).await.unwrap(), 0);
 }
 
 /// Executes what can be executed once: the removal of a month, and the beginning of an incarnation.
@@ -221,6 +248,7 @@ async fn list_entities(reads: &Reads, rows: &SampleRows) {
         (EntityKind::Allocation, ListFilter { sku: common.sku, ..of(LARGE_OWNER) }),
         (EntityKind::Allocation, labelled("label/env=production")),
         (EntityKind::Allocation, labelled("label/rare")),
+        (EntityKind::Allocation, labelled("node/0")),
         (EntityKind::Allocation, ListFilter { terms: labelled("label/rare").terms, ..of(LARGE_OWNER) }),
         (EntityKind::Allocation, ListFilter { terms: states(&["label/env", "label/rare"]), ..all() }),
         (EntityKind::Node, all()),

@@ -340,6 +340,18 @@ fn later_read_of_the_users_keys_wins_in_any_order() {
 }
 
 #[test]
+fn allocation_is_found_by_its_node_from_its_placement_on_and_after_its_end() {
+    let term = node_term(NODE);
+    let requested = allocation();
+    assert!(!requested.allocation.terms().contains(&term));
+    let reserved = allocation().reserved();
+    assert!(reserved.allocation.terms().contains(&term));
+    let released = reserved.after_fact(Fact::Faulted { node_id: NODE, at: start(), reason: "health_critical".into() });
+    let released = released.provisioned().cleaned().expect("released");
+    assert!(released.allocation.terms().contains(&term));
+}
+
+#[test]
 fn fault_before_activation_ends_the_allocation_unbilled_in_any_order() {
     let faulted = || Fact::Faulted { node_id: NODE, at: start(), reason: "health_critical".into() };
     let first = allocation().reserved().after_fact(faulted()).expect("releasing");

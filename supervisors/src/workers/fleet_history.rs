@@ -1,0 +1,235 @@
+//! Measures the fleet hour by hour (deploy/decisions/0106): counts the GPUs once in each hour, adds up the rentals and the revenue of each
+//! hour after its end, and removes hours that are older than policy `retention.fleet_history_months` keeps.
+//!
+//! Every member tries; the first one writes an hour (`persistence::fleet_history`). After an outage the hours of the last week are added
+//! up later. The GPUs of an hour without a member that counts are not known, and shown as a gap.
+
+use super::WorkerDependencies;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
+use actors::shell_dependencies::Environment;
+use chrono::{Months, TimeDelta};
+use domain::policy::{PolicyKey, Scopes};
+use domain::state_machine::Timestamp;
+use persistence::fleet_history::{HourlyGpus, hour_of};
+use persistence::outage_log::RetryLog;
+use persistence::retention::earlier_clock;
+use persistence::{FleetHistory, Reads, StoreError};
+use sqlx::PgPool;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, MissedTickBehavior, interval_at};
+
+/// How often it is looked. An hour that is measured costs a read by its key.
+const INTERVAL: Duration = Duration::from_secs(60);
+/// By then a member that has just started has its place in the cluster.
+const FIRST_RUN_AFTER: Duration = Duration::from_secs(20);
+
+/// An hour is added up so long after its end: what was decided in it is committed by then.
+const ADDED_UP_AFTER: TimeDelta = TimeDelta::minutes(5);
+/// Hours that are added up later, where no member ran.
+const ADDED_UP_WITHIN: TimeDelta = TimeDelta::days(7);
+/// In one round, so that GPUs are counted in between.
+const HOURS_PER_ROUND: u32 = 12;
+
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
+    let Stages { storage, actors, .. } = &parts.stages;
+    let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
+    let worker = FleetHistoryWorker::new(storage.pool.clone(), storage.reads.clone(), environment);
+    Ok(task(&Arc::new(worker), |worker| async move { worker.run().await }))
+}
+
+/// See the module.
+pub struct FleetHistoryWorker {
+    pool: PgPool,
+    reads: Reads,
+    history: FleetHistory,
+    environment: Arc<dyn Environment>,
+}
+
+impl FleetHistoryWorker {
+    #[must_use]
+    pub fn new(pool: PgPool, reads: Reads, environment: Arc<dyn Environment>) -> Self {
+        Self { history: FleetHistory::new(pool.clone()), pool, reads, environment }
+    }
+
+    /// Measures, periodically.
+    ///
+    /// # Errors
+    /// Never; what fails is retried in the next round.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut ticker = interval_at(Instant::now() + FIRST_RUN_AFTER, INTERVAL);
+        ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let [clock, round] = ["read the database's clock", "measure the fleet"].map(RetryLog::new);
+        loop {
+            ticker.tick().await;
+            // A clock that is ahead must not add up an hour before its end.
+            if let Some(now) = clock.observe(earlier_clock(&self.pool, self.environment.now()).await) {
+                let _ = round.observe(self.run_once(now).await);
+            }
+        }
+    }
+
+    /// One round. Returns the number of hours that this member has added up.
+    ///
+    /// # Errors
+    /// The first one, after each part was tried: GPUs that cannot be counted keep no hour from being added up.
+    pub async fn run_once(&self, now: Timestamp) -> Result<usize, StoreError> {
+        let (gpus, added_up, removed) =
+            (self.measure_gpus(now).await, self.add_up(now).await, self.remove_old(now).await);
+        gpus.and(removed).and(added_up)
+    }
+
+    async fn measure_gpus(&self, now: Timestamp) -> Result<(), StoreError> {
+        let hour = hour_of(now);
+        if !self.history.has_gpus(hour).await? {
+            self.history.store_gpus(hour, now, &count_gpus(&self.reads).await?).await?;
+        }
+        Ok(())
+    }
+
+    async fn add_up(&self, now: Timestamp) -> Result<usize, StoreError> {
+        let until = hour_of(now - ADDED_UP_AFTER);
+        let hours = self.history.hours_to_add_up(until - ADDED_UP_WITHIN, until, HOURS_PER_ROUND).await?;
+        let mut added_up = 0;
+        for hour in hours {
+            added_up += usize::from(self.history.add_up(hour, now).await?);
+        }
+        Ok(added_up)
+    }
+
+    async fn remove_old(&self, now: Timestamp) -> Result<(), StoreError> {
+        let months = self.environment.policy().int(PolicyKey::RetentionFleetHistory, &Scopes::global(), now);
+        let months = Months::new(u32::try_from(months).unwrap_or(u32::MAX));
+        if let Some(before) = now.checked_sub_months(months) {
+            while self.history.delete_before(before).await? > 0 {
+                tokio::task::yield_now().await;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The GPUs by SKU and region. It reads every node, once an hour.
+async fn count_gpus(reads: &Reads) -> Result<Vec<HourlyGpus>, StoreError> {
+    let counted = reads.gpus().await?;
+    let sample = |of: persistence::queries::GpuCount| HourlyGpus {
+        sku_id: of.sku_id,
+        sku: of.sku,
+        region_code: of.region_code,
+        total: of.total,
+        held: of.held,
+        free: of.free,
+    };
+    Ok(counted.into_iter().map(sample).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use domain::policy::PolicyValue;
+    use local_servers::test_database::TestDatabase;
+    use persistence::queries::{FleetFilter, FleetHour};
+    use test_host::TestEnvironment;
+
+    const NODE: &str =
+        r#"{"registration": {"sku": {"name": "h100"}, "region_code": "eu", "gpus_total": 8}, "holds": {}}"#;
+
+    struct Fleet {
+        db: TestDatabase,
+        environment: Arc<TestEnvironment>,
+    }
+
+    impl Fleet {
+        async fn new() -> Self {
+            let fleet = Self { db: TestDatabase::fresh().await, environment: Arc::default() };
+            fleet.add_node().await;
+            fleet
+        }
+
+        async fn add_node(&self) {
+            let node = "INSERT INTO entity (id, kind, shard, version, state, body, sku, created_at, updated_at)
+                        VALUES (gen_random_uuid(), 'node', 0, 1, 'active', $1::jsonb, '00000000-0000-0000-0000-000000000001', now(), now())";
+            sqlx::query(node).bind(NODE).execute(&self.db.pool).await.unwrap();
+        }
+
+        fn member(&self) -> FleetHistoryWorker {
+            let environment = Arc::clone(&self.environment) as Arc<dyn Environment>;
+            FleetHistoryWorker::new(self.db.pool.clone(), Reads::new(self.db.pool.clone()), environment)
+        }
+
+        async fn hours(&self) -> Vec<FleetHour> {
+            let reads = Reads::new(self.db.pool.clone());
+            let all = reads.fleet_hours(at(-10_000, 0), at(10_000, 0), &FleetFilter::default(), 1000).await;
+            all.unwrap().unwrap()
+        }
+
+        /// Of each hour from the first of the test on: the number of GPUs that were counted, and whether it is added up.
+        async fn measured(&self) -> Vec<(i64, Option<u64>, bool)> {
+            let hours = self.hours().await.into_iter();
+            let hours = hours.filter(|hour| hour.hour >= at(0, 0));
+            let total = |hour: &FleetHour| hour.gpus.as_ref().map(|gpus| gpus.iter().map(|sample| sample.total).sum());
+            hours.map(|hour| ((hour.hour - at(0, 0)).num_hours(), total(&hour), hour.rentals.is_some())).collect()
+        }
+    }
+
+    /// An instant of the `n`th hour of the test.
+    fn at(n: i64, minute: i64) -> Timestamp {
+        Timestamp::from_timestamp(1_800_000_000 + n * 3600 + minute * 60, 0).unwrap()
+    }
+
+    #[tokio::test]
+    async fn hour_in_which_no_member_ran_has_sums_and_no_gpus() {
+        let fleet = Fleet::new().await;
+        let member = fleet.member();
+        member.run_once(at(0, 1)).await.unwrap();
+        assert_eq!(fleet.measured().await, [(0, Some(8), false)]);
+        // It is killed, and another is started in the third hour.
+        fleet.add_node().await;
+        drop(member);
+        let next = fleet.member();
+        while next.run_once(at(3, 10)).await.unwrap() > 0 {}
+        let expected = [(0, Some(8), true), (1, None, true), (2, None, true), (3, Some(16), false)];
+        assert_eq!(fleet.measured().await, expected);
+    }
+
+    #[tokio::test]
+    async fn hour_is_added_up_some_minutes_after_its_end_and_not_before() {
+        let fleet = Fleet::new().await;
+        let member = fleet.member();
+        for (minute, is_added_up) in [(59, false), (60, false), (64, false), (65, true)] {
+            while member.run_once(at(0, minute)).await.unwrap() > 0 {}
+            assert_eq!(fleet.measured().await[0].2, is_added_up, "minute {minute}");
+        }
+    }
+
+    #[tokio::test]
+    async fn each_of_several_members_measures_an_hour_that_no_other_has() {
+        let fleet = Fleet::new().await;
+        let members: Vec<_> = (0..4).map(|_| fleet.member()).collect();
+        let mut added_up = 0;
+        loop {
+            let ran = futures::future::join_all(members.iter().map(|member| member.run_once(at(0, 10)))).await;
+            let count: usize = ran.into_iter().map(Result::unwrap).sum();
+            added_up += count;
+            if count == 0 {
+                break;
+            }
+        }
+        assert_eq!(added_up, 7 * 24, "each hour of the last week once");
+        assert_eq!(fleet.measured().await, [(0, Some(8), false)]);
+        assert_eq!(fleet.hours().await.len(), 7 * 24 + 1);
+    }
+
+    #[tokio::test]
+    async fn hours_past_their_retention_are_removed() {
+        let fleet = Fleet::new().await;
+        fleet.environment.set_policy(PolicyKey::RetentionFleetHistory, PolicyValue::Int(1));
+        let member = fleet.member();
+        while member.run_once(at(0, 10)).await.unwrap() > 0 {}
+        assert_eq!(fleet.hours().await.len(), 7 * 24 + 1);
+        while member.run_once(at(24 * 60, 10)).await.unwrap() > 0 {}
+        let kept = fleet.hours().await;
+        assert_eq!((kept.len(), kept[0].hour), (7 * 24 + 1, at(24 * 60 - 7 * 24, 0)));
+    }
+}
