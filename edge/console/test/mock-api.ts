@@ -81,7 +81,7 @@ export class MockApi {
       next_page: null,
     }),
     "/api/v1/admin/skus": () =>
-      list({ ...fixtures.sku, validation: {}, approvals: [{ actor: "user:eve", at: fixtures.ago(50), change: "deprecate", reason: "replaced", role: "inventory_owner" }] }),
+      list({ ...fixtures.sku, generation: 3, validation: {}, approvals: [{ actor: "user:eve", at: fixtures.ago(50), change: "deprecate", reason: "replaced", role: "inventory_owner" }] }),
     "/api/v1/admin/policies": () => ({
       items: [
         { key: "allocation.max_concurrent_per_user", type: "int", default: 10, bounds: { min: 0, max: 1000 }, scopes: ["user_id", "org_id", "plan", "global"], meaning: "How many allocations a user may have." },

@@ -160,4 +160,53 @@ describe("a form about what others have changed meanwhile", () => {
     await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
     expect(bodies().map(({ price }) => price.amount_minor_per_gpu_hour)).toEqual([250]);
   });
+
+  /** The form of a SKU at the third version, which the service has at the fourth: it refuses what is based on an earlier one. */
+  async function openStale(current: object) {
+    mock.role = "admin";
+    let isChanged = false;
+    const versions: (string | null)[] = [];
+    mock.overrides.unshift(async (request) => {
+      const at = new URL(request.url);
+      if (request.method === "PATCH") {
+        const version = request.headers.get("If-Match");
+        versions.push(version);
+        isChanged = true;
+        return version === '"4"' ? null : refusal(409, "state_conflict", "The SKU has changed since the version in If-Match; read it again and repeat your change on it.", {}, { field: "If-Match", current_generation: 4 });
+      }
+      if (at.pathname !== "/api/v1/admin/skus" || !isChanged) return null;
+      const { items } = (await mock.read(at).json()) as { items: object[] };
+      return Response.json({ items: items.map((item) => ({ ...item, generation: 4, ...current })), next_page: null });
+    });
+    openConsole("/skus");
+    await press("Change…");
+    const dialog = within(await screen.findByRole("dialog"));
+    await userEvent.clear(dialog.getByLabelText("Regions"));
+    await userEvent.type(dialog.getByLabelText("Regions"), "us-1");
+    await userEvent.click(dialog.getByRole("button", { name: "Change" }));
+    await dialog.findByText(/The SKU has changed/);
+    return { dialog, versions };
+  }
+
+  it("is refused by the service where the page did not know of it, and shows both values then", async () => {
+    const { dialog, versions } = await openStale({ price: { currency: "EUR", amount_minor_per_gpu_hour: 300 } });
+    const notices = () => dialog.queryAllByRole("alert").map(({ textContent }) => textContent);
+    await waitFor(() => expect(notices().join(" ")).toContain("Price per GPU and hour: it is 3.00, and was 2.50."));
+    expect(dialog.queryByRole("button", { name: "Continue" })).toBeNull();
+    const send = dialog.getByRole("button", { name: "Send again" }) as HTMLButtonElement;
+    expect(send.disabled).toBe(true);
+    await userEvent.click(dialog.getByRole("button", { name: "Keep what the form has" }));
+    await userEvent.click(dialog.getByRole("button", { name: "Change" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    expect(versions).toEqual(['"3"', '"4"']);
+    expect(bodies().at(-1)).toMatchObject({ price: { amount_minor_per_gpu_hour: 250 }, allowed_regions: ["us-1"] });
+  });
+
+  it("goes on by one button where nothing that the form has differs", async () => {
+    const { dialog, versions } = await openStale({ allowed_regions: ["us-1"] });
+    await userEvent.click(await dialog.findByRole("button", { name: "Continue" }));
+    await userEvent.click(dialog.getByRole("button", { name: "Change" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    expect(versions).toEqual(['"3"', '"4"']);
+  });
 });

@@ -4,10 +4,11 @@ mod approval;
 mod expected_hardware;
 mod validation;
 
+use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
-use axum::http::StatusCode;
-use axum::response::IntoResponse;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::EntityKind;
 use domain::money::{InvalidPrice, Price};
@@ -21,7 +22,7 @@ pub(super) use approval::*;
 use expected_hardware::{ExpectedHardwareView, NewExpectedHardware};
 use validation::SkuMinimums;
 
-use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
+use super::request_context::{AdminRequest, Authorized, RequestContext, SeeSkus, UserRequest, replayed};
 use super::request_fields::{
     CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, RegionCode, SkuName, SkuRef, StorageGib, set,
     set_or_none,
@@ -29,7 +30,7 @@ use super::request_fields::{
 use super::ssh_key::NoFilter;
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::app_state::AppState;
-use crate::app_state::read_model::{self, StoredEntity, find};
+use crate::app_state::read_model::{self, IfMatch, StoredEntity, etag, find, if_match};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
@@ -120,6 +121,8 @@ pub(super) enum SkuStatus {
 pub(super) struct SkuView {
     #[serde(flatten)]
     entry: OfferedView,
+    /// Rises with each change; quoted it is the `ETag`, for `If-Match` of a change.
+    generation: i64,
     /// What the machines of its nodes must have beside their GPUs; null where nothing is expected.
     expected_hardware: Option<ExpectedHardwareView>,
     validation: SkuMinimums,
@@ -203,7 +206,7 @@ pub(super) async fn list(
     let page = listing.page("admin/skus", "", Order::OldestFirst)?;
     let states = listing.filter.status.map(|status| status.name().to_owned()).into_iter().collect();
     let rows = read_model::list::<Sku>(&app, &ListFilter { states, ..ListFilter::default() }, &page).await?;
-    Ok(Json(read_model::to_page(&page, rows, |stored| view(&stored.it))))
+    Ok(Json(read_model::to_page(&page, rows, |stored| view(&stored.it, stored.version))))
 }
 
 /// Puts a SKU into the catalog, as a draft.
@@ -222,40 +225,45 @@ pub(super) async fn create(
     let command =
         Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)?, validation: (&new.validation).into() };
     let answered = context.ask::<Sku>(context.new_id(), command).await?;
-    Ok((StatusCode::CREATED, replayed(&answered), Json(view(&answered.reply))))
+    sku_response(&context, StatusCode::CREATED, &answered).await
 }
 
 /// One SKU.
 #[utoipa::path(
     get,
     path = "/",
-    responses((status = 200, description = "The SKU.", body = SkuView)),
+    responses((status = 200, description = "The SKU; its generation is the `ETag` too.", body = SkuView)),
     extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     _: Authorized<SeeSkus>,
     State(app): State<AppState>,
     Path(id): Path<Uuid>,
-) -> Result<Json<SkuView>, ApiError> {
+) -> Result<Response, ApiError> {
     let stored = find::<Sku>(&app, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
-    Ok(Json(view(&stored.it)))
+    Ok((etag(stored.version), Json(view(&stored.it, stored.version))).into_response())
 }
 
 /// Changes a SKU's price, its regions, its expected hardware, or what it wants of a validation.
 ///
 /// Where the inventory of a node differs from the expected hardware, the node is quarantined (`inventory_drift`) until it agrees again; its
 /// tenants run on. Of memory and storage 95 % are enough, and what an agent cannot read is no difference.
+///
+/// With `If-Match` it is refused with `state_conflict` where the SKU has changed since that version was read, so that of two administrators
+/// the later one sees the change of the other.
 #[utoipa::path(
     patch,
     path = "/",
+    params(IfMatch),
     request_body = SkuChange,
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn revise(
     AdminRequest(context): AdminRequest,
     Path(id): Path<Uuid>,
+    headers: HeaderMap,
     request_body::Json(change): request_body::Json<SkuChange>,
-) -> Result<Json<SkuView>, ApiError> {
+) -> Result<Response, ApiError> {
     let is_empty = change.price.is_none()
         && change.allowed_regions.is_none()
         && change.expected_hardware.is_none()
@@ -271,8 +279,19 @@ pub(super) async fn revise(
         allowed_regions: regions.map(|regions| regions.iter().map(|region| region.to_string()).collect()),
         expected_hardware: change.expected_hardware.map(|expected| Box::new(expected.into())),
         validation: change.validation.as_ref().map(Into::into),
+        if_version: if_match(&headers)?,
     };
-    Ok(Json(view(&context.ask::<Sku>(id, command).await?.reply)))
+    sku_response(&context, StatusCode::OK, &context.ask::<Sku>(id, command).await?).await
+}
+
+/// The SKU as a command has left it, with its version as the `ETag`.
+async fn sku_response(
+    context: &RequestContext,
+    status: StatusCode,
+    answered: &CommandReply<Box<Sku>>,
+) -> Result<Response, ApiError> {
+    let version = context.version_of(answered.reply.id.0, answered).await?;
+    Ok((status, replayed(answered), etag(version), Json(view(&answered.reply, version))).into_response())
 }
 
 /// The active SKU that a request refers to by name or id.
@@ -363,9 +382,15 @@ impl From<&Price> for PriceView {
     }
 }
 
-fn view(sku: &Sku) -> SkuView {
+fn view(sku: &Sku, version: i64) -> SkuView {
     let expected_hardware = sku.spec.expected_hardware.as_deref().map(ExpectedHardwareView::from);
-    SkuView { entry: entry(sku), expected_hardware, validation: (&sku.validation).into(), approvals: approvals(sku) }
+    SkuView {
+        entry: entry(sku),
+        generation: version,
+        expected_hardware,
+        validation: (&sku.validation).into(),
+        approvals: approvals(sku),
+    }
 }
 
 fn entry(sku: &Sku) -> OfferedView {

@@ -182,6 +182,9 @@ pub enum Command {
         expected_hardware: Option<Box<ExpectedHardware>>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         validation: Option<ValidationMinimums>,
+        /// The version that the change is based on; of another one it is refused.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        if_version: Option<i64>,
     },
     /// One approval of a change of status.
     Approve(Box<ApprovalRequest>),
@@ -230,6 +233,8 @@ pub enum Rejection {
     /// The SKU is not at the version at which the approval's context was read.
     #[error("the SKU has changed since it was looked at")]
     Moved,
+    #[error("the SKU is at version {current}, not at the one in If-Match")]
+    VersionDiffers { current: i64 },
 }
 
 impl state_machine::Rejection for Rejection {
@@ -266,6 +271,11 @@ impl state_machine::Rejection for Rejection {
                  `rollback_plan` how it is undone.",
                 field.into_str(),
             ),
+            Self::VersionDiffers { current } => Explanation::conflict(
+                "The SKU has changed since the version in If-Match; read it again and repeat your change on it.",
+            )
+            .detail("field", "If-Match")
+            .detail("current_generation", current),
             Self::Moved => Explanation::conflict("Others decide on the SKU at this moment; look at it and ask again."),
         }
     }
@@ -288,7 +298,10 @@ impl Machine for Sku {
             (None, Command::Create { spec, price, validation }) => Ok(Self::create(*spec, price, validation, ctx)),
             (Some(_), Command::Create { .. }) => Err(Rejection::Exists),
             (None, _) => Err(Rejection::NotFound),
-            (Some(sku), Command::Revise { price, allowed_regions, expected_hardware, validation }) => {
+            (Some(_), Command::Revise { if_version: Some(version), .. }) if version != ctx.version => {
+                Err(Rejection::VersionDiffers { current: ctx.version })
+            }
+            (Some(sku), Command::Revise { price, allowed_regions, expected_hardware, validation, if_version: _ }) => {
                 Ok(sku.revise(price, allowed_regions, expected_hardware, validation, ctx))
             }
             (Some(sku), Command::Approve(approve)) => sku.approve(*approve, ctx),

@@ -93,6 +93,8 @@ export function priceSku(sku: Sku): ActionSpec<unknown> {
       { name: "cpu_cores", sentAs: "expected_hardware.cpu_cores", label: "Expected logical processors", kind: "number", initial: numberText(expected?.cpu_cores) },
       { name: "memory_mib", sentAs: "expected_hardware.memory_mib", label: "Expected memory in MiB", kind: "number", initial: numberText(expected?.memory_mib) },
       { name: "storage_gib", sentAs: "expected_hardware.storage_gib", label: "Expected storage in GiB", kind: "number", initial: numberText(expected?.storage_gib) },
+      // A replica of the release before has none.
+      { name: "generation", label: "Version", kind: "hidden", initial: String(sku.generation ?? "") },
       { name: "driver", sentAs: "expected_hardware.driver_version_min", label: "Oldest driver", maxLength: 32, initial: expected?.driver_version_min ?? "" },
     ],
     command: (values) =>
@@ -113,7 +115,14 @@ export function priceSku(sku: Sku): ActionSpec<unknown> {
           driver_version_min: values["driver"]?.trim() || null,
         },
       };
-      return dataOf(api.PATCH("/api/v1/admin/skus/{id}", { params: { path: { id: sku.id } }, body }));
+      // The version that the form began with: a change of another administrator is not overwritten unseen.
+      const header = values["generation"] ? { "If-Match": `"${values["generation"]}"` } : {};
+      return dataOf(api.PATCH("/api/v1/admin/skus/{id}", { params: { path: { id: sku.id }, header }, body }));
+    },
+    conflict: ({ details }) => {
+      const current = details["current_generation"];
+      if (current === undefined) return null;
+      return { note: "Another administrator has changed it since you opened this form, in what the form does not show or to what it has.", label: "Continue", values: { generation: String(current) } };
     },
     refreshes: REFRESHES,
   };

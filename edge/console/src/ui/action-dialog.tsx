@@ -27,6 +27,12 @@ export default function ActionDialog({ spec, close }: { spec: ActionSpec<unknown
     },
   });
   const conflict = sending.error instanceof ApiFailure ? spec.conflict?.(sending.error, draft.values) : null;
+  /** From here on the form is based on what the page shows at this moment. */
+  const goOn = () => {
+    fields.filter(({ kind }) => kind === "hidden").forEach(({ name, initial }) => draft.set(name, initial ?? ""));
+    sending.changed();
+    seen();
+  };
   const leave = () => {
     if (sending.isSending) return;
     draft.discard();
@@ -64,17 +70,16 @@ export default function ActionDialog({ spec, close }: { spec: ActionSpec<unknown
           {changed.length > 0 && !sending.isSending && (
             <ChangedValues
               of={changed}
-              keep={seen}
+              keep={goOn}
               take={() => {
                 changed.forEach(({ field, now }) => draft.set(field.name, now));
-                sending.changed();
-                seen();
+                goOn();
               }}
             />
           )}
           <Waiting isSending={sending.isSending} />
           {sending.error && <Problem error={sending.error} fields={fields} />}
-          {conflict && (
+          {conflict && changed.length === 0 && (
             <div className="conflict">
               {conflict.note}
               <button

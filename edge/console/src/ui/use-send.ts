@@ -46,7 +46,7 @@ export function useSend<V, R>({ name, send, refreshes, done }: SendOptions<V, R>
       eventStream.sent(refreshes);
       await Promise.all(refreshes.map((name) => queries.invalidateQueries({ queryKey: [name] })));
     },
-    onError: (error) => {
+    onError: async (error) => {
       // After a request without an answer, its key stays.
       if (error instanceof Outdated && !isUncertain.current) forgetKey(name);
       if (!(error instanceof ApiFailure)) return;
@@ -55,6 +55,8 @@ export function useSend<V, R>({ name, send, refreshes, done }: SendOptions<V, R>
       forgetKey(name);
       // The API answers a key that it has refused with the same refusal for a day, whatever has become of its cause.
       if (!isUncertain.current) renew();
+      // What the form began with is not so any more. The refusal is shown once the page has what is.
+      if (error.status === 409) await Promise.all(refreshes.map((name) => queries.invalidateQueries({ queryKey: [name] })));
     },
     onSettled: () => {
       inFlight.current = false;

@@ -102,6 +102,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         },
         sku::Rejection::ReviewMissing { field: sku::ReviewText::ImpactReview },
         sku::Rejection::Moved,
+        sku::Rejection::VersionDiffers { current: 7 },
     ] {
         row(&mut table, "sku", &rejection.explain());
     }

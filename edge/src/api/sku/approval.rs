@@ -1,10 +1,9 @@
 //! Approvals of a SKU's status by two people; each request is one approval (decisions 7).
 
 use actors::{AskError, CommandReply};
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use axum::response::IntoResponse;
+use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::SkuId;
 use domain::authz::PlatformRole;
@@ -15,11 +14,11 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::{SkuView, view};
+use super::{SkuView, sku_response};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::platform_role::PlatformRoleName;
 use crate::api::rejection_response::not_answered;
-use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};
+use crate::api::request_context::{ApproveSkus, Authorized, RequestContext, grant_of};
 use crate::api::request_fields::{Reason, Statement};
 use crate::app_state::AppState;
 use crate::app_state::read_model::find;
@@ -123,9 +122,9 @@ async fn approve(
     State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(decision)): Idempotent<request_body::Json<SkuDecision>>,
-) -> Result<impl IntoResponse, ApiError> {
+) -> Result<Response, ApiError> {
     if let Some(answered) = context.committed_reply::<Sku>()? {
-        return Ok(approval_response(change, &answered));
+        return approval_response(&context, change, &answered).await;
     }
     let mut attempts = 0;
     loop {
@@ -140,7 +139,7 @@ async fn approve(
         };
         match context.try_ask::<Sku>(id, Command::Approve(Box::new(given))).await? {
             Err(AskError::Rejected(Rejection::Moved)) if attempts < MAX_ATTEMPTS => {}
-            answer => return Ok(approval_response(change, &answer.map_err(not_answered)?)),
+            answer => return approval_response(&context, change, &answer.map_err(not_answered)?).await,
         }
     }
 }
@@ -159,10 +158,14 @@ async fn observe(app: &AppState, id: Uuid) -> Result<ApprovalContext, ApiError> 
     })
 }
 
-fn approval_response(change: StatusChange, answered: &CommandReply<Box<Sku>>) -> impl IntoResponse + use<> {
+async fn approval_response(
+    context: &RequestContext,
+    change: StatusChange,
+    answered: &CommandReply<Box<Sku>>,
+) -> Result<Response, ApiError> {
     let waits = answered.reply.pending.as_ref().is_some_and(|pending| pending.first.change == change);
     let status = if waits { StatusCode::ACCEPTED } else { StatusCode::OK };
-    (status, replayed(answered), Json(view(&answered.reply)))
+    sku_response(context, status, answered).await
 }
 
 /// A SKU's approvals: those of its status, and the pending one.

@@ -46,6 +46,40 @@ async fn sku_is_drafted_activated_repriced_and_deactivated() {
 }
 
 #[tokio::test]
+async fn change_of_a_sku_that_another_administrator_has_changed_is_refused() {
+    let api = ApiHarness::new().await;
+    let created = api.post("/api/v1/admin/skus").admin().json(&sku_body("h100x4", 4)).send().await;
+    let path = format!("/api/v1/admin/skus/{}", created.is(201)["id"].as_str().unwrap());
+    let read = api.get(&path).admin().send().await;
+    let etag = read.headers["etag"].to_str().unwrap().to_owned();
+    assert_eq!(
+        (etag, &created.headers["etag"]),
+        (format!("\"{}\"", read.is(200)["generation"]), &read.headers["etag"])
+    );
+    let listed = api.get("/api/v1/admin/skus").admin().send().await.is(200)["items"][0].clone();
+    assert_eq!(&listed, read.is(200), "the list has the generation, too");
+
+    let price = |amount: i64| json!({"price": {"currency": "EUR", "amount_minor_per_gpu_hour": amount}});
+    let change = async |etag: &str, amount| {
+        api.call(Method::PATCH, &path).admin().header("if-match", etag).json(&price(amount)).send().await
+    };
+    let etag = read.headers["etag"].to_str().unwrap();
+    let first = change(etag, 300).await;
+    assert_eq!(first.is(200)["price"]["amount_minor_per_gpu_hour"], 300);
+    let stale = change(etag, 400).await;
+    let details = stale.refused(409, "state_conflict");
+    assert_eq!((&details["field"], &details["current_generation"]), (&json!("If-Match"), &first.body["generation"]));
+    assert_eq!(api.get(&path).admin().send().await.is(200), &first.body, "nothing changed");
+
+    let current = first.headers["etag"].to_str().unwrap();
+    assert_eq!(change(current, 400).await.is(200)["price"]["amount_minor_per_gpu_hour"], 400);
+    assert_eq!(change("*", 500).await.is(200)["price"]["amount_minor_per_gpu_hour"], 500);
+    for bad in ["7", "\"x\"", "\"1\", \"2\"", "W/\"1\""] {
+        assert_eq!(change(bad, 600).await.refused(400, "invalid_request")["field"], "If-Match", "{bad}");
+    }
+}
+
+#[tokio::test]
 async fn invalid_sku_is_refused() {
     let api = ApiHarness::new().await;
     api.post("/api/v1/admin/skus").admin().json(&sku_body("taken", 4)).send().await.is(201);

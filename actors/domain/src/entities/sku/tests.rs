@@ -90,6 +90,7 @@ fn dearer() -> Command {
         allowed_regions: None,
         expected_hardware: None,
         validation: None,
+        if_version: None,
     }
 }
 
@@ -185,6 +186,7 @@ fn prices_and_approvals_of_a_sku_are_bounded() {
             allowed_regions: None,
             expected_hardware: None,
             validation: None,
+            if_version: None,
         };
         sku = decide(Some(&sku), &admin(), revise, n).unwrap().next.unwrap();
     }
@@ -343,11 +345,36 @@ fn context_of_another_version_is_rejected() {
 }
 
 #[test]
+fn revision_of_another_version_is_refused_with_the_current_one() {
+    let draft = sku(CatalogStatus::Draft);
+    let revise = |if_version| {
+        let Command::Revise { price, .. } = dearer() else { unreachable!() };
+        let command =
+            Command::Revise { price, allowed_regions: None, expected_hardware: None, validation: None, if_version };
+        decide(Some(&draft), &admin(), command, 1).map(|step| step.next.is_some())
+    };
+    for (if_version, expected) in [
+        (None, Ok(true)),
+        (Some(VERSION), Ok(true)),
+        (Some(VERSION - 1), Err(Rejection::VersionDiffers { current: VERSION })),
+        (Some(VERSION + 1), Err(Rejection::VersionDiffers { current: VERSION })),
+    ] {
+        assert_eq!(revise(if_version), expected, "{if_version:?}");
+    }
+}
+
+#[test]
 fn a_revision_withdraws_what_was_approved_before_it() {
     let revised = decide(Some(&waiting(CatalogStatus::Draft, StatusChange::Activate)), &admin(), dearer(), 1).unwrap();
     assert_eq!(revised.audit[0].metadata["withdrawn"]["user_id"], "ann");
     assert_eq!(revised.next.unwrap().pending, None);
-    let same = Command::Revise { price: None, allowed_regions: None, expected_hardware: None, validation: None };
+    let same = Command::Revise {
+        price: None,
+        allowed_regions: None,
+        expected_hardware: None,
+        validation: None,
+        if_version: None,
+    };
     let same = decide(Some(&waiting(CatalogStatus::Draft, StatusChange::Activate)), &admin(), same, 1).unwrap();
     assert!(same.next.unwrap().pending.is_some());
 }
@@ -391,6 +418,7 @@ fn expected_hardware_is_replaced_as_a_whole_and_every_process_reads_it_again() {
         allowed_regions: None,
         expected_hardware: Some(Box::new(expected)),
         validation: None,
+        if_version: None,
     };
     let cores = ExpectedHardware { cpu_cores: Some(64), ..ExpectedHardware::default() };
     let memory = ExpectedHardware { memory_mib: Some(512_000), ..ExpectedHardware::default() };
@@ -417,6 +445,7 @@ fn changed_minimums_are_published_to_every_process_and_audited_and_the_same_ones
         allowed_regions: None,
         expected_hardware: None,
         validation: Some(validation),
+        if_version: None,
     };
     let draft = sku(CatalogStatus::Draft);
     let step = decide(Some(&draft), &admin(), revise(minimums.clone()), 1).unwrap();

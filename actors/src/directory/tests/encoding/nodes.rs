@@ -350,8 +350,15 @@ fn of_a_sku() {
             allowed_regions: Some(Vec::new()),
             expected_hardware: Some(Box::new(expected_hardware())),
             validation: Some(ValidationMinimums::default()),
+            if_version: Some(7),
         },
-        Command::Revise { price: None, allowed_regions: None, expected_hardware: None, validation: None },
+        Command::Revise {
+            price: None,
+            allowed_regions: None,
+            expected_hardware: None,
+            validation: None,
+            if_version: None,
+        },
         Command::Approve(Box::new(approve(StatusChange::Activate, None))),
         Command::Approve(Box::new(approve(StatusChange::Deprecate, Some(PlatformRole::InventoryOwner)))),
         Command::Tick,
@@ -365,6 +372,7 @@ fn of_a_sku() {
         Rejection::ApprovedBefore { change: sku::StatusChange::Activate, missing: PlatformRole::PlatformOperations },
         Rejection::ReviewMissing { field: sku::ReviewText::ImpactReview },
         Rejection::Moved,
+        Rejection::VersionDiffers { current: 7 },
     ];
     survives::<Sku>(commands, [reply], rejections);
 }
