@@ -85,7 +85,7 @@ impl Repository {
         run(self.shell(&format!(
             "deb=$(echo {folder}/{package}_*.deb) && dpkg-deb --raw-extract $deb changed && \
              for template in changed/usr/share/{package}/*.env; do echo '# A setting of this release.' >> $template; done && \
-             dpkg-deb --root-owner-group --build changed $deb && rm -r changed",
+             dpkg-deb -Zgzip -z1 --root-owner-group --build changed $deb && rm -r changed",
         )))
         .await;
     }
