@@ -138,7 +138,8 @@ fn tenant_that_forks_fills_memory_and_fills_the_disk_leaves_their_shares_to_its_
     let group = format!("{GROUPS}/user.slice/user-{uid}.slice");
     // It is there while a program runs in it.
     let read = |file: &str| fs::read_to_string(format!("{group}/{file}")).unwrap_or_default();
-    eventually(|| read("pids.events").lines().any(|line| line.starts_with("max ") && line != "max 0"));
+    // Not `pids.events`: before Linux 6.10 a refused fork counts where the program is, and not where the bound is.
+    eventually(|| read("pids.current").trim().parse::<u64>().is_ok_and(|tasks| tasks >= 290));
     is_well("forks");
     assert!(read("pids.current").trim().parse::<u64>().unwrap() <= 300);
     fs::write(format!("{group}/cgroup.kill"), "1").unwrap();
