@@ -190,7 +190,7 @@ impl Session<'_> {
     }
 }
 
-/// Leaves out the GPUs that their UUID does not name: tasks, device nodes and findings would be of another one.
+/// Removes the GPUs whose UUID is invalid or not unique, and returns them as unreadable: a task or finding would reach another GPU.
 fn without_unnamed(gpus: &mut Vec<SurveyedGpu>) -> Vec<Unreadable> {
     let mut named: BTreeMap<String, usize> = BTreeMap::new();
     for gpu in gpus.iter() {

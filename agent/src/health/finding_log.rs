@@ -211,7 +211,7 @@ impl FindingLog {
         self.state.addresses.iter().map(|(address, uuid)| (uuid.clone(), address.clone())).collect()
     }
 
-    /// Its earlier address, as of another slot before a boot, is another's from here on.
+    /// Records the PCI address of a GPU. An earlier one, of the slot that it had before a boot, is forgotten: another GPU may have it.
     pub fn set_address(&mut self, pci_address: &str, uuid: &str) {
         self.state.addresses.retain(|address, known| known != uuid || address == pci_address);
         self.state.addresses.insert(pci_address.to_owned(), uuid.to_owned());

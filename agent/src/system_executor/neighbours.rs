@@ -101,7 +101,7 @@ impl System {
                 error = why,
                 user_name = account.name,
                 uid = account.uid,
-                "a tenant is not bounded"
+                "the kernel does not enforce a bound of a tenant; correct what the error names, and restart the agent"
             );
         }
         let mut known = self.unbounded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,7 +117,12 @@ impl System {
             let renewed = self.limit(&account, held.devices.len()).and_then(|it| self.guard.renew_slice(&account, it));
             if let Err(failure) = renewed {
                 let (error_code, error) = (failure.code, failure.message);
-                warn!(error_code, error, user_name = account.name, "a tenant keeps its previous bounds");
+                warn!(
+                    error_code,
+                    error,
+                    user_name = account.name,
+                    "the bounds of a tenant cannot be written, and its previous ones stay; correct what the error names, and restart the agent"
+                );
             }
             self.bound(&account, held.devices.len());
         }

@@ -138,7 +138,7 @@ fn tenant_that_forks_fills_memory_and_fills_the_disk_leaves_their_shares_to_its_
     let group = format!("{GROUPS}/user.slice/user-{uid}.slice");
     // It is there while a program runs in it.
     let read = |file: &str| fs::read_to_string(format!("{group}/{file}")).unwrap_or_default();
-    // Not `pids.events`: before Linux 6.10 a refused fork counts where the program is, and not where the bound is.
+    // Not `pids.events`: kernels without `pids_localevents` count a refused fork in the program's own group, not in the bounded one.
     eventually(|| read("pids.current").trim().parse::<u64>().is_ok_and(|tasks| tasks >= 290));
     is_well("forks");
     assert!(read("pids.current").trim().parse::<u64>().unwrap() <= 300);

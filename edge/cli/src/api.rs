@@ -323,7 +323,7 @@ fn outcome_of_refusal<T>(
     after: Option<Duration>,
 ) -> AttemptOutcome<T> {
     let failure = Failure::of_answer(status, body, after);
-    // Whoever names a time has refused the request; a proxy answers 503, too, where it has lost one on its way.
+    // A 503 of the service, or with `Retry-After`, is a refusal. A proxy's 503 without it may also follow a request that was lost in transit.
     let is_unprocessed = status == StatusCode::TOO_MANY_REQUESTS
         || (status == StatusCode::SERVICE_UNAVAILABLE && (failure.answer.is_some() || after.is_some()))
         || failure.code() == "idempotency_in_progress";
@@ -349,7 +349,7 @@ fn outcome_of_passing_fault<T>(call: &ApiCall<'_>, failure: Failure, after: Opti
         let failure = with_idempotency_hint(failure, call);
         AttemptOutcome::Retry { after, retry_for: RETRY_FOR, failure }
     } else {
-        AttemptOutcome::Failed(failure.next("It may have been done: look, and repeat the command where it was not."))
+        AttemptOutcome::Failed(failure.next("The server may have processed the request. Look at the result first, and repeat the command only if it was not processed."))
     }
 }
 

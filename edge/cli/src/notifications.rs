@@ -136,7 +136,7 @@ impl NotificationWatcher<'_> {
             match message {
                 Message::Text(text) => {
                     let notification: Value = serde_json::from_str(&text)
-                        .map_err(|_| Failure::unusable_answer("the server says something that is no notification"))?;
+                        .map_err(|_| Failure::unusable_answer("a message of the server is not a notification"))?;
                     if self.print(&notification)? {
                         return Ok(StreamEnd::Done);
                     }

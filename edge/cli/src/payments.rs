@@ -342,7 +342,7 @@ fn checkout_of(begun: &Value) -> Result<(Uuid, &str), Failure> {
         (url.starts_with("https://") || url.starts_with("http://")) && url.bytes().all(|byte| byte.is_ascii_graphic())
     };
     let url = begun["url"].as_str().filter(is_of_the_web);
-    id.zip(url).ok_or_else(|| Failure::unusable_answer("the server's answer says not where to pay"))
+    id.zip(url).ok_or_else(|| Failure::unusable_answer("the server's answer has no address of a payment page"))
 }
 
 #[cfg(test)]

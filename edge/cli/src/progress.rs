@@ -66,7 +66,7 @@ impl Progress {
     }
 }
 
-/// Whether a terminal of this name (`TERM`) draws a line anew: editors and serial consoles name themselves `dumb`, or not at all.
+/// Whether a terminal of this name (`TERM`) can redraw a line. Editors and serial consoles set `dumb`, or nothing.
 fn moves_cursor(terminal: Option<&OsStr>) -> bool {
     terminal.is_some_and(|name| !name.is_empty() && name != "dumb" && name != "unknown")
 }

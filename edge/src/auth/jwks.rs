@@ -23,7 +23,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body, without_mark};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
 
 const RSA_MIN_BYTES: usize = 256;
 /// The longest wait for the gap between two attempts.
@@ -281,7 +281,7 @@ impl Jwks {
             return Err(failed(format!("status {}", response.status().as_u16())));
         }
         let body = read_bounded_body(response, self.0.settings.max_bytes).await.map_err(failed)?;
-        strict_json::from_slice(without_mark(&body)).map_err(|_| failed("the answer is no JSON".into()))
+        strict_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
     }
 }
 

@@ -15,7 +15,7 @@ use thiserror::Error;
 use tokio::time::Instant;
 use url::Url;
 
-use crate::outbound::http_client::{client_builder, error_chain, is_secure, one_line, read_bounded_body, without_mark};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, one_line, read_bounded_body};
 
 /// The timeout of each request: less than the lease of a refresh ([`domain::browser_session::REFRESH_LEASE`]).
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -195,7 +195,7 @@ impl OpenIdProvider {
         if status != 200 {
             return Err(ProviderFault::Away(format!("its discovery document is answered {status}")));
         }
-        let metadata: ProviderMetadata = strict_json::from_slice(without_mark(&body))
+        let metadata: ProviderMetadata = strict_json::from_slice(&body)
             .map_err(|error| ProviderFault::Away(format!("its discovery document cannot be read: {error}")))?;
         if metadata.issuer != self.issuer {
             return Err(ProviderFault::Away("its discovery document is of another issuer".to_owned()));
@@ -309,7 +309,7 @@ enum ClientAuthentication<'a> {
 /// What an answer of the token endpoint says. Providers write numbers as strings or with fractions, and refusals with other statuses than 400.
 /// A description that repeats one of the secrets that were `sent` is not taken.
 fn read_answer(status: u16, body: &[u8], is_refresh: bool, sent: &[&str]) -> Result<IssuedTokens, ProviderFault> {
-    let Ok(fields) = strict_json::from_slice::<Map<String, Value>>(without_mark(body)) else {
+    let Ok(fields) = strict_json::from_slice::<Map<String, Value>>(body) else {
         return Err(match status {
             401 | 403 => {
                 ProviderFault::Client(ProviderError::new(&format!("its token endpoint answered {status}"), None))

@@ -41,11 +41,6 @@ pub(crate) async fn read_bounded_body(mut response: Response, max_bytes: usize) 
     Ok(body)
 }
 
-/// The text without the byte-order mark that some servers write before their JSON.
-pub(crate) fn without_mark(body: &[u8]) -> &[u8] {
-    body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body)
-}
-
 /// An external text on one line, without control characters and marks of direction.
 pub(crate) fn one_line(text: &str, max_chars: usize) -> String {
     let turns = |c: char| matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

@@ -129,7 +129,7 @@ pub(super) async fn examine_presented(settings: Arc<InstalledSettings>) -> Vec<D
     presented.into_iter().map(|(name, presented)| judge_presented(name, &path, &leaf, presented.as_deref())).collect()
 }
 
-/// The server's certificate, whoever has issued it. `None` where nothing answers there by TLS.
+/// The server's certificate; its issuer is not verified. `None` where nothing answers there by TLS.
 async fn presented_at(address: SocketAddr) -> Option<Vec<u8>> {
     let client =
         reqwest::Client::builder().tls_danger_accept_invalid_certs(true).tls_info(true).timeout(LOCAL).no_proxy();

@@ -129,8 +129,8 @@ async fn journal(unit: String, hours: u32) -> Result<Vec<u8>, String> {
     })
 }
 
-/// Of a stream whose first line is the newest one, as many whole lines as are read until then and fit, the oldest first. And whether that
-/// is all of it.
+/// The whole lines that are read by `until` and fit, oldest first, from a stream that begins with its newest line. The flag is true where
+/// that is the whole stream.
 async fn begin_of_reversed(stream: &mut (impl AsyncRead + Unpin), until: Instant) -> std::io::Result<(Vec<u8>, bool)> {
     let mut reversed = Vec::new();
     let mut stream = stream.take(LONGEST_ITEM as u64);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_a_journal_that_is_long_or_slow_the_newest_whole_lines_are_taken() {
+    async fn newest_whole_lines_of_a_long_or_slow_journal_are_taken() {
         let until = Instant::now() + READ_WITHIN;
         let whole = begin_of_reversed(&mut &b"three\ntwo\none\n"[..], until).await.unwrap();
         assert_eq!(whole, (b"one\ntwo\nthree\n".to_vec(), true));

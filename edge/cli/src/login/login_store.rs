@@ -157,7 +157,7 @@ impl Store {
                 .next("Remove it, and log in again: gpuctl login")
         };
         if !about.is_file() {
-            return Err(wrong("this is no login: it is no file"));
+            return Err(wrong("the stored login is not a regular file"));
         }
         if about.permissions().mode() & 0o077 != 0 {
             return Err(wrong("others can read this login, and may have"));

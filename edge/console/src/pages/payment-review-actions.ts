@@ -25,7 +25,7 @@ const DECISIONS: readonly Decision[] = [
   },
 ];
 
-/** What can be decided about its `review`, where one waits: about no other one that waits by the time that the decision arrives. */
+/** The decisions about a payment's `review`; none where it has no review. Each names the review, so that it never ends another one. */
 export function paymentReviewActions({ id, review }: Pick<Schemas["Payment"], "id" | "review">): ActionSpec<unknown>[] {
   if (review == null) return [];
   return DECISIONS.map(({ way, label, title, consequences }) => ({

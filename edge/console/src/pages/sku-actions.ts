@@ -122,7 +122,7 @@ export function priceSku(sku: Sku): ActionSpec<unknown> {
     conflict: ({ details }) => {
       const current = details["current_generation"];
       if (current === undefined) return null;
-      return { note: "Another administrator has changed it since you opened this form, in what the form does not show or to what it has.", label: "Continue", values: { generation: String(current) } };
+      return { note: "Another administrator has changed this SKU since you opened this form. The fields here have the same values as before, or the ones that you entered. Continue to send your change.", label: "Continue", values: { generation: String(current) } };
     },
     refreshes: REFRESHES,
   };

@@ -55,7 +55,7 @@ export function useSend<V, R>({ name, send, refreshes, done }: SendOptions<V, R>
       forgetKey(name);
       // The API answers a key that it has refused with the same refusal for a day, whatever has become of its cause.
       if (!isUncertain.current) renew();
-      // What the form began with is not so any more. The refusal is shown once the page has what is.
+      // The form is based on outdated data. The page reads it again before the refusal is shown.
       if (error.status === 409) await Promise.all(refreshes.map((name) => queries.invalidateQueries({ queryKey: [name] })));
     },
     onSettled: () => {

@@ -1,4 +1,4 @@
-//! How a node stands, read from all of its parts: what its machine lacks, what excludes an allocation, which GPUs are free.
+//! The readiness of a node, read from all of its parts: what its machine lacks, what excludes an allocation, which GPUs are free.
 
 use super::{Evacuation, HardwareComparison, HoldAuthor, Node, Phase, RepairView};
 use crate::event::GpuDevice;

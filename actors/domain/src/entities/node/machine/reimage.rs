@@ -58,7 +58,7 @@ impl NodeMachine {
         self.inventory.as_ref()?.system.as_ref()?.machine_id.as_deref()
     }
 
-    /// The provider is to install the machine anew. The system that is replaced is the last one that had tenants, however often the
+    /// The provider is to reinstall the machine. The system that is replaced is the last one that had tenants, however often the
     /// reimage is ordered.
     pub(in crate::entities::node) fn begin_reimage(&mut self, ctx: &TransitionContext<'_>) {
         let before = self.reimage.take().and_then(|reimage| reimage.replaces);
