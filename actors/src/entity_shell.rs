@@ -22,7 +22,7 @@ use domain::redact::redact;
 use domain::state_machine::{AuditedRefusal, Command as _};
 use domain::{
     CommandId, Commit, CommitOutcome, Effect, EntityKind, EntityRef, EventId, Machine, Timestamp, Transition,
-    TransitionContext,
+    TransitionContext, summand,
 };
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -435,6 +435,7 @@ impl<M: Machine> Shell<M> {
             keys: next.keys(),
             claims: set_change(M::claims, self.state.as_deref(), next),
             terms: set_change(M::terms, self.state.as_deref(), next),
+            summands: summand::differences(self.state.as_deref().and_then(Machine::summand), next.summand()),
             timer: timer_of(next),
             at: ctx.now,
             command_name: ask.command.name(),

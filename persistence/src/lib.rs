@@ -3,7 +3,7 @@
 //! [`committer::Committer`] alone writes an entity's state, history, audit records, events and command ids: all of a transition or none
 //! of it, many transitions in one statement. The other modules read ([`queries`], [`loader`]), store members and shard ownership
 //! ([`membership`], with the marks of parked entities), store responses for replays ([`idempotency`]) or remove what is obsolete
-//! ([`outbox`], [`table_maintenance`], [`retention`]).
+//! ([`outbox`], [`table_maintenance`], [`retention`]), or compare the sums of entities with them ([`entity_sums`]).
 //!
 //! Statements are checked against a real server by this crate's tests, not by macros at compile time
 //! (`deploy/decisions/0002-sql-checked-by-tests.md`).
@@ -12,6 +12,7 @@
 
 pub mod audit;
 pub mod committer;
+pub mod entity_sums;
 pub mod envelope_encryption;
 pub mod error;
 pub mod fleet_history;

@@ -9,6 +9,7 @@ mod billing_reads;
 mod capacity;
 mod entity;
 mod entity_deadlines;
+mod entity_sums;
 mod entity_totals;
 mod fleet_history;
 mod invariant_checks;
@@ -22,13 +23,15 @@ mod shard;
 pub use account_statement::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
 pub use backups::BackupTimes;
-pub use billing_reads::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
-pub use capacity::{FleetNodeRow, GpuCount};
+pub use billing_reads::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow};
+pub use capacity::FleetNodeRow;
+pub(crate) use entity::shard;
 pub use entity::{
     Cursor, EntityRow, HistoryRow, ListFilter, ListedEntity, NodeRow, NodeVersionRow, SkuReferences, StateCount,
 };
 pub use entity_deadlines::{WaitingEntity, WaitingFilter, WaitingPosition};
-pub use entity_totals::{AccountSum, GpuUse, NodeConcerns, RENEWAL_OVERDUE_SECONDS};
+pub use entity_sums::{AccountSum, GpuCount, GpuUse, PrepaidTotal};
+pub use entity_totals::{NodeConcerns, RENEWAL_OVERDUE_SECONDS};
 pub use fleet_history::{CurrencyRevenue, FleetFilter, FleetHour, TooManyRows};
 pub use invariant_checks::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
 pub use keys::DependentNode;
@@ -36,6 +39,7 @@ pub use policy::{PolicyFilter, PolicyRow};
 pub use replication::ReplicationStatus;
 pub use restored_position::LastCommit;
 pub use role_bindings::{BindingFilter, BindingRow};
+pub(crate) use shard::numbers;
 pub use shard::{DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
 
 use crate::idempotency::IdempotencyRecords;

@@ -38,6 +38,21 @@ pub async fn compact_counts(pool: &PgPool) -> Result<(), StoreError> {
     one_at_a_time(pool, add_up).await.doing("adding up the counts of entities")
 }
 
+/// Compacts the sums of entities: what many commits appended becomes one row for each shard and group.
+///
+/// # Errors
+/// [`StoreError`]
+pub async fn compact_sums(pool: &PgPool) -> Result<(), StoreError> {
+    let add_up = "WITH gone AS (DELETE FROM entity_sum RETURNING *)
+                  INSERT INTO entity_sum (shard, kind, sku, sku_name, region, gpus_free, currency, state, entities, gpus_total, gpus_sold,
+                                          gpus_held, balance)
+                  SELECT shard, kind, sku, sku_name, region, gpus_free, currency, state, sum(entities), sum(gpus_total), sum(gpus_sold),
+                         sum(gpus_held), sum(balance)
+                  FROM gone GROUP BY shard, kind, sku, sku_name, region, gpus_free, currency, state
+                  HAVING (sum(entities), sum(gpus_total), sum(gpus_sold), sum(gpus_held), sum(balance)) <> (0, 0, 0, 0, 0)";
+    one_at_a_time(pool, add_up).await.doing("adding up the sums of entities")
+}
+
 /// Recounts the entities, whatever was appended: so commits of a release that appends nothing are counted too. A commit and its
 /// appended row are seen together or not at all, so nothing is missed or counted twice.
 ///
@@ -49,10 +64,47 @@ pub async fn recount_entities(pool: &PgPool) -> Result<(), StoreError> {
     one_at_a_time(pool, count).await.doing("recounting entities")
 }
 
+/// A count that differed from the entities.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CountDifference {
+    pub kind: String,
+    pub state: String,
+    /// How many more entities there are than were counted.
+    pub missing: i64,
+}
+
+/// Compares the counts of entities with them, corrects what differs, and returns it.
+///
+/// # Errors
+/// [`StoreError`]; then nothing was corrected.
+pub async fn correct_counts(pool: &PgPool) -> Result<Vec<CountDifference>, StoreError> {
+    const DOING: &str = "comparing counts with the entities";
+    let mut transaction = begin_locking(pool).await.doing(DOING)?;
+    sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *transaction).await.doing(DOING)?;
+    sqlx::query(ONE_AT_A_TIME).execute(&mut *transaction).await.doing(DOING)?;
+    let rows: Vec<(String, String, i64)> = sqlx::query_as(
+        "WITH actual AS (SELECT kind, state, count(*) AS entities FROM entity GROUP BY kind, state),
+              stored AS (SELECT kind, state, sum(change) AS entities FROM entity_count GROUP BY kind, state),
+              compared AS (
+                  SELECT kind, state, coalesce(actual.entities, 0) - coalesce(stored.entities, 0) AS missing
+                  FROM actual FULL JOIN stored USING (kind, state))
+         INSERT INTO entity_count (kind, state, change) SELECT kind, state, missing FROM compared WHERE missing <> 0
+         RETURNING kind, state, change",
+    )
+    .fetch_all(&mut *transaction)
+    .await
+    .doing(DOING)?;
+    transaction.commit().await.doing(DOING)?;
+    let difference = |(kind, state, missing)| CountDifference { kind, state, missing };
+    Ok(rows.into_iter().map(difference).collect())
+}
+
+const ONE_AT_A_TIME: &str = "SELECT pg_advisory_xact_lock(7311704871502)";
+
 /// Two at once would each delete what the other has deleted as well.
 async fn one_at_a_time(pool: &PgPool, statement: &'static str) -> Result<(), sqlx::Error> {
     let mut transaction = begin_locking(pool).await?;
-    sqlx::query("SELECT pg_advisory_xact_lock(7311704871502)").execute(&mut *transaction).await?;
+    sqlx::query(ONE_AT_A_TIME).execute(&mut *transaction).await?;
     sqlx::query(statement).execute(&mut *transaction).await?;
     transaction.commit().await
 }

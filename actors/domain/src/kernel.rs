@@ -27,6 +27,7 @@ pub mod retry;
 pub mod rollout_outcome;
 pub mod ssh_key;
 pub mod state_machine;
+pub mod summand;
 pub mod task_type;
 pub mod time;
 pub mod validation;

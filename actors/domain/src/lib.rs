@@ -45,7 +45,7 @@ pub use entities::{
 pub use kernel::{
     account_holder, audit, authz, commit, event, explanation, finding, gcra, hardware, history, id, key_purpose,
     ledger, metadata, money, package_digest, policy, precondition, reason_code, recording, redact, resend_timer, retry,
-    rollout_outcome, ssh_key, state_machine, task_type, time, validation,
+    rollout_outcome, ssh_key, state_machine, summand, task_type, time, validation,
 };
 
 pub use authz::{Action, Permit, Principal};

@@ -3,6 +3,7 @@
 use super::Sequences;
 use super::acknowledged_commits::{AcknowledgedCommits, Acknowledgement, LostCommits};
 use super::in_flight::{InFlightCommit, InFlightCommits};
+use crate::entity_sums::SumColumns;
 use crate::outbox::OutboxRow;
 use crate::snapshot_seal::SnapshotSealer;
 use domain::audit::AuditRecord;
@@ -10,6 +11,7 @@ use domain::commit::{CommandRecord, Commit, CommitOutcome, CompletedCommand, Pre
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
 use domain::ledger::Posting;
+use domain::summand::Summand;
 use sqlx::PgConnection;
 use sqlx::Row;
 use sqlx::postgres::{PgBindIterExt, PgRow};
@@ -254,6 +256,18 @@ impl Batch {
             .bind(self.names_of(|commit| &commit.terms.dropped).map(|(.., term)| term).bind_iter())
             .bind(self.names_of(|commit| &commit.terms.dropped).map(|(_, entity, _)| entity).bind_iter())
             .bind(self.column(|job| job.command().and_then(|command| command.resolved.as_deref())).bind_iter())
+            .bind(self.summands().map(|(ord, _)| ord).bind_iter())
+            .bind(self.summands().map(|(_, it)| SumColumns::of(&it.group).sku).bind_iter())
+            .bind(self.summands().map(|(_, it)| SumColumns::of(&it.group).sku_name).bind_iter())
+            .bind(self.summands().map(|(_, it)| SumColumns::of(&it.group).region).bind_iter())
+            .bind(self.summands().map(|(_, it)| SumColumns::of(&it.group).gpus_free).bind_iter())
+            .bind(self.summands().map(|(_, it)| SumColumns::of(&it.group).currency).bind_iter())
+            .bind(self.summands().map(|(_, it)| SumColumns::of(&it.group).state).bind_iter())
+            .bind(self.summands().map(|(_, it)| it.amounts.entities).bind_iter())
+            .bind(self.summands().map(|(_, it)| it.amounts.gpus_total).bind_iter())
+            .bind(self.summands().map(|(_, it)| it.amounts.gpus_sold).bind_iter())
+            .bind(self.summands().map(|(_, it)| it.amounts.gpus_held).bind_iter())
+            .bind(self.summands().map(|(_, it)| it.amounts.balance).bind_iter())
             .fetch_all(connection)
             .await
     }
@@ -293,6 +307,10 @@ impl Batch {
 
     fn postings(&self) -> impl Iterator<Item = (i64, &Posting)> {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.postings.iter().map(move |posting| (ord, posting)))
+    }
+
+    fn summands(&self) -> impl Iterator<Item = (i64, &Summand)> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.summands.iter().map(move |summand| (ord, summand)))
     }
 
     /// Without the transitions of entities whose commits were lost: these were decided from a state that the database does not have.

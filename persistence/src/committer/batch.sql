@@ -116,6 +116,16 @@ counted AS (
     ) AS moved
     GROUP BY kind, state HAVING sum(change) <> 0
 ),
+summed AS (
+    INSERT INTO entity_sum (shard, kind, sku, sku_name, region, gpus_free, currency, state, entities, gpus_total, gpus_sold,
+                            gpus_held, balance)
+    SELECT passed.shard, passed.kind, adds.sku, adds.sku_name, adds.region, adds.gpus_free, adds.currency, adds.state,
+           adds.entities, adds.gpus_total, adds.gpus_sold, adds.gpus_held, adds.balance
+    FROM unnest($70::bigint[], $71::uuid[], $72::text[], $73::text[], $74::integer[], $75::text[], $76::text[], $77::bigint[],
+                $78::bigint[], $79::bigint[], $80::bigint[], $81::bigint[])
+         AS adds (ord, sku, sku_name, region, gpus_free, currency, state, entities, gpus_total, gpus_sold, gpus_held, balance)
+    JOIN passed ON passed.ord = adds.ord
+),
 audit_row AS (
     INSERT INTO audit (shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at)
     SELECT passed.shard, passed.epoch, recorded.seq, passed.actor, recorded.action, recorded.target_kind, recorded.target_id,

@@ -54,17 +54,6 @@ pub struct AllocationCost {
     pub billed_until: Option<Timestamp>,
 }
 
-/// All accounts in one currency.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PrepaidTotal {
-    pub currency: String,
-    pub accounts: u64,
-    /// Accounts whose next window is not covered.
-    pub depleted: u64,
-    /// The sum of their balances.
-    pub balance: MicroAmount,
-}
-
 /// A discrepancy between an account and its postings.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct LedgerDiscrepancy {
@@ -171,30 +160,6 @@ impl Reads {
         };
         let costs: Result<_, sqlx::Error> = rows.and_then(|rows| rows.iter().map(cost).collect());
         costs.doing("reading what allocations have cost")
-    }
-
-    /// The prepaid balances, by currency.
-    ///
-    /// # Errors
-    /// [`StoreError`]
-    pub async fn prepaid_totals(&self) -> Result<Vec<PrepaidTotal>, StoreError> {
-        let rows = sqlx::query(
-            "SELECT body->>'currency' AS currency, count(*) AS accounts, count(*) FILTER (WHERE state <> 'open') AS depleted,
-                    sum((body->>'balance')::bigint)::bigint AS balance
-             FROM entity WHERE kind = 'billing_account' GROUP BY 1 ORDER BY 1",
-        )
-        .fetch_all(&self.pool)
-        .await;
-        let money = |row: &PgRow| {
-            Ok(PrepaidTotal {
-                currency: row.try_get("currency")?,
-                accounts: row.try_get::<i64, _>("accounts")?.unsigned_abs(),
-                depleted: row.try_get::<i64, _>("depleted")?.unsigned_abs(),
-                balance: MicroAmount::of(row.try_get("balance")?),
-            })
-        };
-        let all: Result<_, sqlx::Error> = rows.and_then(|rows| rows.iter().map(money).collect());
-        all.doing("adding up what is prepaid")
     }
 
     /// Recomputes every balance from its entries, in one snapshot of the database, and compares it with the account's own.

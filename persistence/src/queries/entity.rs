@@ -511,7 +511,7 @@ pub(super) fn kind(row: &PgRow) -> Result<EntityKind, sqlx::Error> {
     EntityKind::parse(&kind).ok_or_else(|| damaged(UnknownKind(kind)))
 }
 
-pub(super) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
+pub(crate) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
     u8::try_from(row.try_get::<i16, _>("shard")?).map(Shard).map_err(damaged)
 }
 

@@ -182,7 +182,7 @@ fn read_rows(rows: &[PgRow], doing: &'static str) -> Result<UnsettledEvents, Sto
     Ok(orphans)
 }
 
-pub(super) fn numbers(shards: &[Shard]) -> Vec<i16> {
+pub(crate) fn numbers(shards: &[Shard]) -> Vec<i16> {
     shards.iter().map(|shard| i16::from(shard.0)).collect()
 }
 

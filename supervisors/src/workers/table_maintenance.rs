@@ -28,8 +28,14 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
     let cluster = Cluster::new(pool.clone());
     // A process of the previous release that this one replaces appended no counts.
     let mut are_counted = false;
-    let [counts, partitions, commands, members] =
-        ["count the entities", "make partitions", "forget old command ids", "forget silent members"].map(RetryLog::new);
+    let [counts, sums, partitions, commands, members] = [
+        "count the entities",
+        "add up the sums of entities",
+        "make partitions",
+        "forget old command ids",
+        "forget silent members",
+    ]
+    .map(RetryLog::new);
     loop {
         ticker.tick().await;
         let counted = if are_counted {
@@ -38,6 +44,7 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
             table_maintenance::recount_entities(&pool).await
         };
         are_counted |= counts.observe(counted).is_some();
+        let _ = sums.observe(table_maintenance::compact_sums(&pool).await);
         let _ = partitions.observe(table_maintenance::make_partitions(&pool, 2).await);
         loop {
             let retention = table_maintenance::COMMAND_RETENTION;

@@ -31,6 +31,7 @@ use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Pri
 use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
+use crate::summand::{Amounts, SumGroup, Summand};
 use accrual::AccountUpdate;
 use payments::AllocationCost;
 use serde::{Deserialize, Serialize};
@@ -250,6 +251,11 @@ impl Machine for BillingAccount {
             Holder::User(user_id) => IndexKeys { owner: Some(user_id.to_string()), ..IndexKeys::default() },
             Holder::Org(_) => IndexKeys::default(),
         }
+    }
+
+    fn summand(&self) -> Option<Summand> {
+        let group = SumGroup::Money { currency: self.currency.as_str().to_owned(), state: self.state().to_owned() };
+        Some(Summand { group, amounts: Amounts { entities: 1, balance: self.balance.get(), ..Amounts::default() } })
     }
 
     fn is_transient(&self) -> bool {

@@ -64,6 +64,7 @@ mod contact;
 mod explanation;
 mod fact;
 mod gpu_claims;
+mod gpu_summand;
 mod health;
 mod identity;
 mod invariants;
@@ -95,6 +96,7 @@ use crate::id::{AllocationId, EntityKind, NodeId, TaskId};
 use crate::state_machine::{
     self, AuditedRefusal, Deadline, IndexKeys, TickOnly, Timestamp, Transition, TransitionContext,
 };
+use crate::summand::Summand;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -395,6 +397,10 @@ impl state_machine::Machine for Node {
     fn terms(&self) -> BTreeSet<String> {
         let rollouts = self.agent.rollouts.iter().map(|known| rollout_term(known.rollout_id));
         self.machine.registration.metadata.terms().into_iter().chain(rollouts).collect()
+    }
+
+    fn summand(&self) -> Option<Summand> {
+        self.gpu_summand()
     }
 
     fn is_transient(&self) -> bool {

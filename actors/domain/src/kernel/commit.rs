@@ -7,6 +7,7 @@ use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
 use crate::ledger::Posting;
 use crate::state_machine::{IndexKeys, RequestOrigin};
+use crate::summand::Summand;
 use crate::time::Timestamp;
 use std::collections::BTreeMap;
 use uuid::Uuid;
@@ -31,6 +32,8 @@ pub struct Commit {
     pub keys: IndexKeys,
     pub claims: SetChange,
     pub terms: SetChange,
+    /// By how much the sums of its kind change.
+    pub summands: Vec<Summand>,
     /// The entity's next wake-up, and what it waits for.
     pub timer: Option<Timer>,
     pub at: Timestamp,

@@ -15,6 +15,7 @@ use crate::id::{EntityKind, NodeId, TerminalSessionId};
 use crate::ledger::Posting;
 use crate::policy::PolicyBook;
 use crate::precondition::Precondition;
+use crate::summand::Summand;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::{BTreeMap, BTreeSet};
@@ -121,6 +122,11 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     /// term; each commit updates the index of terms.
     fn terms(&self) -> BTreeSet<String> {
         BTreeSet::new()
+    }
+
+    /// What the entity adds to the sums of its kind; each commit writes the difference. `None` where it is in no sum.
+    fn summand(&self) -> Option<Summand> {
+        None
     }
 
     /// The command that makes the machine check its whole state and emit what is missing.

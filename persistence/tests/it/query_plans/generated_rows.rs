@@ -11,14 +11,19 @@ use uuid::Uuid;
 pub(super) const MARK: &str = "/* generated rows */";
 
 /// Tables that do not grow with the fleet or its history, with the reason.
-pub(super) const SMALL_TABLES: [(&str, &str); 14] = [
+pub(super) const SMALL_TABLES: [(&str, &str); 16] = [
     ("_sqlx_migrations", "a row for each migration"),
     ("audit_checkpoint", "a row for each shard and removed month"),
     ("backup_record", "the backups that the repository has"),
     ("cluster", "one row"),
     ("compared", "a row for each set of books"),
     ("contract_migration", "a row for each contract"),
+    ("counted_shard", "256 rows"),
     ("entity_count", "compacted to a row for each kind and state"),
+    (
+        "entity_sum",
+        "compacted to a row for each shard, SKU, region and number of free GPUs, and for each shard, currency and state",
+    ),
     ("member", "the members, and those that were silent for less than a day"),
     ("parked", "entities that wait for an operator"),
     ("recovery_mark", "one row"),

@@ -27,7 +27,7 @@ use persistence::queries::{
 use persistence::recordings::{Chunk, ChunkOwner, RecordingFilter};
 use persistence::retention::{self, MonthlyLog, remove_month};
 use persistence::{
-    Cluster, FleetHistory, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, table_maintenance,
+    Cluster, FleetHistory, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, entity_sums, table_maintenance,
     table_sizes,
 };
 use secrecy::SecretSlice;
@@ -447,7 +447,7 @@ async fn read_totals(reads: &Reads, pool: &PgPool, rows: &SampleRows) {
     };
     gpus().await;
     let node = format!("id = '{}'", rows.nodes[0]);
-    let without_node = async || drop(reads.gpus().await.unwrap());
+    let without_node = async || drop(reads.fleet_nodes().await.unwrap());
     altered(pool, &node, r#"{"holds": 5}"#, without_node).await;
     reads.dependents("old", true, Utc::now(), PAGE).await.unwrap();
     reads.replication_status().await.unwrap();
@@ -564,6 +564,9 @@ async fn maintain_tables(pool: &PgPool) {
     table_maintenance::delete_commands(pool, DAY, 20).await.unwrap();
     table_maintenance::compact_counts(pool).await.unwrap();
     table_maintenance::recount_entities(pool).await.unwrap();
+    table_maintenance::correct_counts(pool).await.unwrap();
+    table_maintenance::compact_sums(pool).await.unwrap();
+    entity_sums::correct(pool, &third_of_shards()).await.unwrap();
     table_maintenance::make_partitions(pool, 2).await.unwrap();
     Outbox::new(pool.clone()).settle(&[EventId(Uuid::new_v4())]).await.unwrap();
     let before = retention::earlier_clock(pool, now).await.unwrap() - TimeDelta::days(500);

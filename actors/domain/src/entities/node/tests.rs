@@ -4,6 +4,7 @@ mod agent_update;
 mod evacuation;
 mod gpu_claims;
 mod gpu_reset;
+mod gpu_summand;
 mod hardware_drift;
 mod health;
 mod health_rules;
