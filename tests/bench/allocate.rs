@@ -4,20 +4,15 @@
 //! The baseline is a lower bound of such a service: the same number of durable commits, one after the other for each
 //! cycle, each one statement that writes a snapshot, a history row and an event (`floor`). The ratio shows how much of the time is ours.
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use futures::future::join_all;
-use hdrhistogram::Histogram;
-use local_servers::identity::DemoUser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use serde_json::{Value, json};
+use serde_json::json;
 use sqlx::PgPool;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use tests::bench::rentals::{RentalLoad, SimulatedNodes, Tenants};
 use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
-use tests::cluster::client::Client;
-use tests::cluster::fake_agent::FakeAgent;
-use tests::cluster::{CREDIT, REGION, TestCluster, id_of};
+use tests::cluster::TestCluster;
 use uuid::Uuid;
 
 const NODES: usize = 64;
@@ -49,14 +44,14 @@ async fn run() -> anyhow::Result<()> {
         .variable("RUST_LOG", "warn")
         .start()
         .await;
-    let fleet = Fleet::onboard(&mut cluster).await;
+    let fleet = SimulatedNodes::onboard(&mut cluster, NODES, GPUS).await;
     let floor = Floor::prepare(&cluster.pool).await?;
-    let users = Tenants::of(&cluster).await?;
+    let users = Tenants::of(&cluster, AT_ONCE[1], GPUS).await?;
 
     // Warm-up: caches, connections, prepared statements.
     users.cycles(AT_ONCE[1], Duration::from_secs(1)).await?;
     let mut turns = PairedSamples::default();
-    let mut loads: Vec<Vec<Load>> = vec![Vec::new(); AT_ONCE.len()];
+    let mut loads: Vec<Vec<RentalLoad>> = vec![Vec::new(); AT_ONCE.len()];
     let mut to_active_floor = Vec::new();
     let mut spent: Vec<CpuTime> = Vec::new();
     for _ in 0..plan.rounds {
@@ -75,7 +70,7 @@ async fn run() -> anyhow::Result<()> {
 
     let mut report = BenchReport::new("allocate", "cycles/s", "bare commits of the same steps", &turns);
     for (at_once, of_it) in AT_ONCE.iter().zip(&loads) {
-        let middle = |of: fn(&Load) -> f64| rounded(median(&of_it.iter().map(of).collect::<Vec<_>>()));
+        let middle = |of: fn(&RentalLoad) -> f64| rounded(median(&of_it.iter().map(of).collect::<Vec<_>>()));
         report = report
             .metric(format!("to_active_p50_ms_at_{at_once}"), middle(|load| load.p50_ms))
             .metric(format!("to_active_p99_ms_at_{at_once}"), middle(|load| load.p99_ms))
@@ -161,142 +156,6 @@ fn processor_time(pid: u32) -> anyhow::Result<f64> {
         }
     }
     Ok(ticks / tick * 1000.0)
-}
-
-/// Simulated nodes that execute their tasks at once.
-struct Fleet {
-    serving: Vec<tokio::task::JoinHandle<()>>,
-}
-
-impl Fleet {
-    async fn onboard(cluster: &mut TestCluster) -> Self {
-        cluster.offer_sku("h100", GPUS).await;
-        let mut bundles = Vec::with_capacity(NODES);
-        for _ in 0..NODES {
-            let node = cluster.register("h100").await;
-            bundles.push(cluster.bundle(&node).await);
-        }
-        let mut serving = Vec::with_capacity(NODES);
-        for some in bundles.chunks(8) {
-            let agents = join_all(some.iter().map(|bundle| FakeAgent::enroll(bundle, GPUS))).await;
-            serving.extend(agents.into_iter().map(|agent| tokio::spawn(Arc::new(agent).serve())));
-        }
-        let active = "/api/v1/admin/nodes?limit=200";
-        let all =
-            |nodes: &Value| nodes["items"].as_array().is_some_and(|it| it.iter().all(|node| node["state"] == "active"));
-        cluster.admin.wait_until(active, "all nodes are active", all).await;
-        Self { serving }
-    }
-
-    fn leave(&self) {
-        for agent in &self.serving {
-            agent.abort();
-        }
-    }
-}
-
-/// The users, one for each concurrent cycle: the requests of one user go to one entity, and so are sequential.
-struct Tenants {
-    http: reqwest::Client,
-    base: String,
-    tokens: Vec<String>,
-}
-
-/// One measurement.
-#[derive(Clone)]
-struct Load {
-    p50_ms: f64,
-    p99_ms: f64,
-    cycles_per_second: f64,
-    cycles: usize,
-}
-
-impl Tenants {
-    async fn of(cluster: &TestCluster) -> anyhow::Result<Self> {
-        use secrecy::ExposeSecret as _;
-        let ca = std::fs::read(cluster.authority.certificate_path())?;
-        let http = reqwest::Client::builder()
-            .tls_certs_only(reqwest::Certificate::from_pem_bundle(&ca)?)
-            .no_proxy()
-            .timeout(Duration::from_secs(30))
-            .build()?;
-        let mut tokens = Vec::new();
-        for number in 0..AT_ONCE[1] {
-            let name = format!("tenant-{number}");
-            cluster.identity.admit(DemoUser::new(&name, &["user"]));
-            cluster.credit(&name, CREDIT).await;
-            tokens.push(cluster.identity.token_of(&name)?.expose_secret().to_owned());
-        }
-        let client: Client = cluster.at_replica(0, "user");
-        Ok(Self { http, base: client.base().to_owned(), tokens })
-    }
-
-    /// Runs concurrent cycles for a while, each: rent, wait for `active`, release, wait for `released`.
-    async fn cycles(&self, at_once: usize, during: Duration) -> anyhow::Result<Load> {
-        let done = &AtomicUsize::new(0);
-        let began = Instant::now();
-        let one = |token: usize| async move {
-            let token = &self.tokens[token];
-            let mut times = Vec::new();
-            while began.elapsed() < during {
-                times.push(self.cycle(token).await?);
-                done.fetch_add(1, Ordering::Relaxed);
-            }
-            anyhow::Ok(times)
-        };
-        let measured = join_all((0..at_once).map(one)).await;
-        let took = began.elapsed();
-        let mut to_active = Histogram::<u64>::new_with_bounds(1, 120_000_000, 3)?;
-        for times in measured {
-            for time in times? {
-                to_active.record(u64::try_from(time.as_micros())?.max(1))?;
-            }
-        }
-        let cycles = done.load(Ordering::Relaxed);
-        let millis = |quantile: f64| to_active.value_at_quantile(quantile) as f64 / 1000.0;
-        Ok(Load {
-            p50_ms: millis(0.5),
-            p99_ms: millis(0.99),
-            cycles_per_second: cycles as f64 / took.as_secs_f64(),
-            cycles,
-        })
-    }
-
-    /// Runs one cycle and returns the time until `active`. One event stream of the allocation reports all its states.
-    async fn cycle(&self, token: &str) -> anyhow::Result<Duration> {
-        let began = Instant::now();
-        let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": GPUS });
-        let created = self.post(token, "/api/v1/allocations", &wanted).await?;
-        let path = format!("/api/v1/allocations/{}", id_of(&created));
-        let url = format!("{}{path}/events", self.base);
-        let mut response = self.http.get(url).bearer_auth(token).send().await?.error_for_status()?;
-        let mut received = String::new();
-        wait_for_event("active", &mut response, &mut received).await.with_context(|| path.clone())?;
-        let took = began.elapsed();
-        self.post(token, &format!("{path}/release"), &json!({})).await?;
-        wait_for_event("released", &mut response, &mut received).await.with_context(|| path.clone())?;
-        Ok(took)
-    }
-
-    async fn post(&self, token: &str, path: &str, body: &Value) -> anyhow::Result<Value> {
-        let request = self.http.post(format!("{}{path}", self.base)).bearer_auth(token);
-        let answer = request.header("Idempotency-Key", Uuid::new_v4().to_string()).json(body).send().await?;
-        let (status, text) = (answer.status(), answer.text().await?);
-        ensure!(status.is_success(), "POST {path}: {status} {text}");
-        Ok(serde_json::from_str(&text)?)
-    }
-}
-
-/// Reads the event stream until this state.
-async fn wait_for_event(state: &str, response: &mut reqwest::Response, received: &mut String) -> anyhow::Result<()> {
-    let wanted = format!("\"state\":\"{state}\"");
-    while !received.contains(&wanted) {
-        let more =
-            tokio::time::timeout(Duration::from_secs(60), response.chunk()).await.context("nothing for 60 s")??;
-        let more = more.with_context(|| format!("the stream ended without {state}: {received}"))?;
-        received.push_str(&String::from_utf8_lossy(&more));
-    }
-    Ok(())
 }
 
 /// The bare commits of a cycle.

@@ -5,6 +5,7 @@ pub mod cpu_time;
 pub mod http_client;
 pub mod memory;
 pub mod postgres;
+pub mod rentals;
 pub mod tls_listener;
 
 use anyhow::{Context, ensure};
