@@ -27,6 +27,8 @@ const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// A shorter wait is not reported.
 const NOTICE_AFTER: Duration = Duration::from_secs(2);
+/// The most pages of a list that are read: a filter may leave nothing of each.
+const MAX_PAGES: usize = 2000;
 /// The largest page of the API.
 const MAX_PAGE_LEN: usize = 200;
 
@@ -144,7 +146,10 @@ impl Api {
     ) -> Result<Value, Failure> {
         let mut items: Vec<Value> = Vec::new();
         let mut next = Value::Null;
-        while items.len() < limit {
+        for _ in 0..MAX_PAGES {
+            if items.len() >= limit {
+                break;
+            }
             let mut query = query.to_vec();
             query.push(("limit", (limit - items.len()).min(MAX_PAGE_LEN).to_string()));
             query.extend(next.as_str().map(|token| ("page_token", token.to_owned())));
@@ -284,7 +289,9 @@ impl Api {
             Ok(None) => Value::Null,
             Err(BodyError::Cut(error)) => return self.outcome_without_answer(call, &error),
             Err(error @ BodyError::TooLong(_)) => {
-                return AttemptOutcome::Failed(Failure::new(ExitStatus::Server, error.to_string()));
+                return AttemptOutcome::Failed(Failure::unusable_answer(format!(
+                    "the service cannot be read: {error}"
+                )));
             }
         };
         if status.is_success() {

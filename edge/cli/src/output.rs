@@ -78,7 +78,8 @@ impl Output {
         writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|error| match error.kind() {
             // The reader has closed the pipe, as `head` does.
             io::ErrorKind::BrokenPipe => std::process::exit(0),
-            _ => Failure::new(ExitStatus::Failed, format!("the result cannot be written: {error}")),
+            _ => Failure::new(ExitStatus::Failed, format!("the result cannot be written: {error}"))
+                .next("Make room there, or write it elsewhere. A change that the command makes is made."),
         })
     }
 

@@ -402,7 +402,19 @@ async fn no_token_is_issued_for_a_file_that_cannot_be_made() {
 
 #[tokio::test]
 async fn list_that_repeats_itself_ends() {
-    // Each page names itself as the next one, and its entries are all filtered out.
+    // Each page has another one, and its entries are all filtered out.
+    let count = std::sync::atomic::AtomicUsize::new(0);
+    let count = Arc::new(count);
+    let asked = Arc::clone(&count);
+    let longest = move || async move {
+        let page = asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Json(json!({ "items": [{ "state": "removed" }], "next_page": page.to_string() }))
+    };
+    let long = api(Router::new().route(crate::resource_ref::NODE.path, get(longest))).await;
+    let page = crate::resource_ref::present_nodes(&Vec::new(), 10, &long).await.unwrap();
+    assert!(page["items"] == json!([]) && page["next_page"].is_string(), "{page}");
+    assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), MAX_PAGES);
+    // Each page names itself as the next one.
     let endless = || async { Json(json!({ "items": [{ "state": "removed" }], "next_page": "again" })) };
     let api = api(Router::new().route(crate::resource_ref::NODE.path, get(endless))).await;
     let failure = crate::resource_ref::present_nodes(&Vec::new(), 10, &api).await.unwrap_err();
