@@ -130,8 +130,13 @@ impl Browser {
 
     /// Types a line into the element with the focus.
     pub(crate) async fn enter(&mut self, line: &str) {
-        self.perform(json!({ "act": "type", "text": line })).await;
+        self.type_text(line).await;
         self.press("Enter").await;
+    }
+
+    /// Types a text into the element with the focus.
+    pub(crate) async fn type_text(&mut self, text: &str) {
+        self.perform(json!({ "act": "type", "text": text })).await;
     }
 
     pub(crate) async fn press(&mut self, key: &str) {

@@ -90,7 +90,7 @@ impl Browser {
     }
 
     /// Asserts that no page has asked another host, and none has run what its policy forbids.
-    async fn expect_no_complaint(&mut self) {
+    pub(crate) async fn expect_no_complaint(&mut self) {
         let activity = self.activity().await;
         assert!(activity.complaints.is_empty() && activity.dialogs.is_empty(), "{activity:?}");
     }

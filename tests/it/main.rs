@@ -19,6 +19,7 @@ mod cluster;
 mod cluster_operations;
 mod connection_poolers;
 mod console_faults;
+mod console_keyboard;
 mod console_login;
 mod console_page;
 mod containers;

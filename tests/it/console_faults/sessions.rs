@@ -2,6 +2,7 @@
 
 use super::{Browser, SUBMIT, page};
 use local_servers::identity::browser_login::LoginFaults;
+use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tests::cluster::{TestCluster, WAIT_TIMEOUT};
@@ -66,6 +67,37 @@ async fn two_administrators_on_one_policy_have_one_effect_and_the_later_sees_bot
     browser.reload().await;
     browser.expect_text("main", "Set-up command").await;
     browser.expect_nowhere(&token).await;
+    browser.expect_no_complaint().await;
+    browser.close().await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_administrators_on_one_sku_have_one_effect_and_the_later_sees_both_values() {
+    let mut cluster = TestCluster::start().await;
+    cluster.register("h100").await;
+    let sku = async || {
+        let listed = cluster.admin.get("/api/v1/admin/skus").await.ok();
+        listed["items"].as_array().expect("a list").iter().find(|it| it["name"] == "h100").expect("the SKU").clone()
+    };
+    let before = sku().await;
+    let path = format!("/api/v1/admin/skus/{}", before["id"].as_str().expect("an id"));
+    let regions = before["allowed_regions"][0].as_str().expect("a region").to_owned();
+
+    let mut browser = Browser::start(&[]).await;
+    browser.log_in_to_console(&cluster, "admin").await;
+    browser.open(&page(&cluster, "/skus")).await;
+    browser.click("tr:has-text('h100') button:text('Change')").await;
+    browser.fill("[role=dialog] input[name=regions]", &format!("{regions}, eu-9")).await;
+    let price = json!({ "price": { "currency": before["price"]["currency"], "amount_minor_per_gpu_hour": 777 } });
+    cluster.second_admin.request_until_final(Method::PATCH, &path, Some(&price)).await.ok();
+    // The stream of events brings the change, or the refusal of what is based on the earlier version does.
+    browser.expect_text("[role=dialog] .problem", "it is 7.77, and was").await;
+    assert_eq!(sku().await["price"]["amount_minor_per_gpu_hour"], 777, "it was not overwritten unseen");
+    browser.click("button:text('Take the new values')").await;
+    browser.click(SUBMIT).await;
+    let has_both = |it: &Value| it["price"]["amount_minor_per_gpu_hour"] == 777 && it["allowed_regions"][1] == "eu-9";
+    cluster.admin.wait_until(&path, "both changes are there", has_both).await;
     browser.expect_no_complaint().await;
     browser.close().await;
     cluster.shutdown().await;
