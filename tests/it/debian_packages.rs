@@ -295,6 +295,7 @@ async fn upgrade(site: &Site) {
     }
     repository.publish("@second").await;
     let (pid, settings) = (machine.property(UNIT, "MainPID"), machine.run(&format!("cat {SETTINGS}")));
+    machine.run("chmod 0751 /etc/gpuaas");
     let reloaded = site.follow_to_the_end("Change settings");
     assert!(reloaded.lines().any(|line| line == "reloaded"), "{reloaded}");
     site.follow_to_the_end("Upgrade");
@@ -302,6 +303,11 @@ async fn upgrade(site: &Site) {
     assert_ne!(machine.property(UNIT, "MainPID"), pid, "the new program is started");
     assert!(site.is_ready().await, "{}", machine.journal(UNIT));
     assert_eq!(machine.run(&format!("cat {SETTINGS}")), settings);
+    assert_eq!(
+        machine.run("stat -c %a /etc/gpuaas && chmod 0755 /etc/gpuaas").trim(),
+        "751",
+        "the administrator's mode"
+    );
     // Installed again, and back to the version before, which the repository has kept.
     site.apt("install --reinstall gpuaas");
     site.apt(&format!("install --allow-downgrades gpuaas={FIRST}"));
@@ -358,9 +364,11 @@ async fn the_agents_package(site: &Site) {
     site.it.enroll_an_agent().await;
     assert_eq!(machine.property(AGENT, "WatchdogUSec"), "1min");
     machine.run("echo SVC_NODE_LOG_COLLECTOR_ENABLED=1 > /etc/gpuaas/log-collector.env");
+    machine.run("rm /etc/gpuaas/telemetry-edge.env");
     let pid = machine.property(AGENT, "MainPID");
     site.apt("install gpuaas-agent");
     assert_eq!(site.installed_version("gpuaas-agent"), SECOND);
+    machine.run("grep -q ENABLED=1 /etc/gpuaas/log-collector.env && test ! -e /etc/gpuaas/telemetry-edge.env");
     assert_ne!(machine.property(AGENT, "MainPID"), pid, "the new program is started");
     machine.expect_property(AGENT, "ActiveState", "active").await;
     site.apt("remove gpuaas-agent");
