@@ -25,7 +25,8 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// By then a member that has just started has its place in the cluster.
 const FIRST_RUN_AFTER: Duration = Duration::from_secs(20);
 
-/// An hour is added up so long after its end: what was decided in it is committed by then.
+/// An hour is added up so long after its end: what was decided in it is committed by then. The committer retries no commit over an outage of
+/// Postgres: it answers within seconds that a commit is not applied or unknown, and the next decision of the entity has a time of its own.
 const ADDED_UP_AFTER: TimeDelta = TimeDelta::minutes(5);
 /// Hours that are added up later, where no member ran.
 const ADDED_UP_WITHIN: TimeDelta = TimeDelta::days(7);
@@ -91,11 +92,13 @@ impl FleetHistoryWorker {
     async fn add_up(&self, now: Timestamp) -> Result<usize, StoreError> {
         let until = hour_of(now - ADDED_UP_AFTER);
         let hours = self.history.hours_to_add_up(until - ADDED_UP_WITHIN, until, HOURS_PER_ROUND).await?;
-        let mut added_up = 0;
+        let mut added_up = Ok(0);
         for hour in hours {
-            added_up += usize::from(self.history.add_up(hour, now).await?);
+            let added = self.history.add_up(hour, now).await;
+            // The first error is returned after the other hours: one that cannot be added up keeps none of them from it.
+            added_up = added_up.and_then(|count| added.map(|added| count + usize::from(added)));
         }
-        Ok(added_up)
+        added_up
     }
 
     async fn remove_old(&self, now: Timestamp) -> Result<(), StoreError> {
@@ -201,6 +204,23 @@ mod tests {
             while member.run_once(at(0, minute)).await.unwrap() > 0 {}
             assert_eq!(fleet.measured().await[0].2, is_added_up, "minute {minute}");
         }
+    }
+
+    #[tokio::test]
+    async fn hour_that_cannot_be_added_up_keeps_no_later_hour_from_it() {
+        let fleet = Fleet::new().await;
+        let member = fleet.member();
+        while member.run_once(at(0, 10)).await.unwrap() > 0 {}
+        let refused = format!(
+            "ALTER TABLE fleet_hour ADD CONSTRAINT refused CHECK (hour <> '{}' OR added_up_at IS NULL)",
+            at(0, 0).to_rfc3339()
+        );
+        sqlx::query(sqlx::AssertSqlSafe(refused)).execute(&fleet.db.pool).await.unwrap();
+        member.run_once(at(3, 10)).await.unwrap_err();
+        let expected = [(0, Some(8), false), (1, None, true), (2, None, true), (3, Some(8), false)];
+        assert_eq!(fleet.measured().await, expected);
+        sqlx::query("ALTER TABLE fleet_hour DROP CONSTRAINT refused").execute(&fleet.db.pool).await.unwrap();
+        assert_eq!(member.run_once(at(3, 11)).await.unwrap(), 1);
     }
 
     #[tokio::test]
