@@ -1,9 +1,11 @@
-//! Sweeps: expired command records, counts of entities, and the partitions of the logs by month.
+//! Sweeps: expired command records, missing terms of allocations, counts of entities, and the partitions of the logs by month.
 
 use crate::error::{OperationContext, StoreError};
 use crate::pool::begin_locking;
+use domain::state_machine::Timestamp;
 use sqlx::PgPool;
 use std::time::Duration;
+use uuid::Uuid;
 
 /// How long a command's reply is stored (decisions 2, *Idempotency-Key*).
 pub const COMMAND_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
@@ -25,6 +27,38 @@ pub async fn delete_commands(pool: &PgPool, kept: Duration, limit: u32) -> Resul
     .await
     .map(|done| done.rows_affected())
     .doing("forgetting old commands")
+}
+
+/// Stores the node's term of active and released allocations that have none: a replica of the release before migration 0054 places without
+/// it. Reads up to `limit` allocations of the last eight days, oldest first, from a position on: longer than one may wait for capacity.
+/// Returns the position of the last one; `None` where no allocation is left. The node of such an allocation never changes, so a
+/// transition at the same time has the same term.
+///
+/// # Errors
+/// [`StoreError`]
+pub async fn store_node_terms(
+    pool: &PgPool,
+    after: Option<(Timestamp, Uuid)>,
+    limit: u32,
+) -> Result<Option<(Timestamp, Uuid)>, StoreError> {
+    sqlx::query_as(
+        "WITH page AS MATERIALIZED (
+             SELECT id, created_at, state, coalesce(body #>> '{phase,node_id}', body #>> '{phase,last,0}') AS node
+             FROM entity
+             WHERE kind = 'allocation' AND (created_at, id) > (coalesce($1, now() - interval '8 days'), $2)
+             ORDER BY created_at, id LIMIT $3),
+         stored AS (
+             INSERT INTO term (entity, term)
+             SELECT id, 'node/' || node FROM page WHERE state IN ('active', 'released') AND node IS NOT NULL
+             ON CONFLICT DO NOTHING)
+         SELECT created_at, id FROM page ORDER BY created_at DESC, id DESC LIMIT 1",
+    )
+    .bind(after.map(|(created_at, _)| created_at))
+    .bind(after.map_or(Uuid::nil(), |(_, id)| id))
+    .bind(i64::from(limit))
+    .fetch_optional(pool)
+    .await
+    .doing("storing the nodes of allocations")
 }
 
 /// Compacts the counts of entities: what many commits appended becomes one row for each kind and state.

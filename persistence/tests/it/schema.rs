@@ -9,6 +9,7 @@ use persistence::secrets::SecretError;
 use persistence::table_maintenance;
 use secrecy::{ExposeSecret, SecretSlice};
 use std::sync::Arc;
+use uuid::Uuid;
 
 #[tokio::test]
 async fn partitions_are_made_ahead_and_once() {
@@ -52,6 +53,39 @@ async fn commands_are_deleted_after_their_retention_in_small_batches() {
         5
     );
     assert_eq!(store.count("command").await, 5);
+}
+
+#[tokio::test]
+async fn placed_allocations_without_their_nodes_term_get_it_page_by_page() {
+    let db = TestDatabase::fresh().await;
+    let insert = "INSERT INTO entity (id, kind, shard, version, state, body, created_at, updated_at)
+                  VALUES ($1, 'allocation', 0, 1, $2, $3::jsonb, now() - make_interval(days => $4), now())";
+    for (n, state, body, days) in [
+        (1, "active", r#"{"phase": {"node_id": "a"}}"#, 5),
+        (2, "released", r#"{"phase": {"last": ["b", {}]}}"#, 4),
+        (3, "released", r#"{"phase": {"last": null}}"#, 3),
+        (4, "provisioning", r#"{"phase": {"node_id": "c"}}"#, 2),
+        (5, "active", r#"{"phase": {"node_id": "d"}}"#, 1),
+        (6, "active", r#"{"phase": {"node_id": "e"}}"#, 9),
+    ] {
+        let query = sqlx::query(insert).bind(Uuid::from_u128(n)).bind(state).bind(body).bind(days);
+        query.execute(&db.pool).await.unwrap();
+    }
+    for _ in 0..2 {
+        let (mut after, mut pages) = (None, 0);
+        loop {
+            after = table_maintenance::store_node_terms(&db.pool, after, 2).await.unwrap();
+            if after.is_none() {
+                break;
+            }
+            pages += 1;
+        }
+        assert_eq!(pages, 3);
+        let terms: Vec<(Uuid, String)> =
+            sqlx::query_as("SELECT entity, term FROM term ORDER BY entity").fetch_all(&db.pool).await.unwrap();
+        let expected = [(1, "node/a"), (2, "node/b"), (5, "node/d")];
+        assert_eq!(terms, expected.map(|(n, term)| (Uuid::from_u128(n), term.to_owned())));
+    }
 }
 
 #[tokio::test]
@@ -165,7 +199,7 @@ async fn claims_are_filled_from_existing_nodes_and_the_older_one_of_two_has_the_
     store.commit_all(&nodes).await;
     sqlx::raw_sql("DROP TABLE claim").execute(store.pool()).await.unwrap();
     sqlx::raw_sql(include_str!("../../../migrations/0036_unique_name_claims.sql")).execute(store.pool()).await.unwrap();
-    let claims: Vec<(String, uuid::Uuid)> =
+    let claims: Vec<(String, Uuid)> =
         sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(store.pool()).await.unwrap();
     let [one, two] = [nodes[0].entity.id, nodes[1].entity.id];
     assert_eq!(claims, [("gpu/gpu-a".into(), one), ("gpu/gpu-b".into(), one), ("gpu/gpu-c".into(), two)]);

@@ -1,15 +1,20 @@
-//! Periodic maintenance of the database: deletes old command ids, creates partitions ahead, adds up the counts.
+//! Periodic maintenance of the database: deletes old command ids, creates partitions ahead, adds up the counts, and once an hour
+//! stores the node's term of allocations that a replica of an earlier release has placed.
 
 use super::WorkerDependencies;
 use crate::supervisor::{WorkerTask, task};
 use persistence::outage_log::RetryLog;
-use persistence::{Cluster, table_maintenance};
+use persistence::{Cluster, StoreError, table_maintenance};
 use sqlx::PgPool;
 use std::time::Duration;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 
 /// Command ids that are deleted in one statement.
 const BATCH_SIZE: u32 = 5000;
+
+/// How often the allocations of the last days are read for missing terms, and how many in one statement.
+const TERMS_INTERVAL: Duration = Duration::from_secs(3600);
+const TERMS_BATCH_SIZE: u32 = 500;
 
 /// Members without a heartbeat for so long that own nothing are deleted.
 const MEMBER_RETENTION: Duration = Duration::from_secs(600);
@@ -28,12 +33,14 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
     let cluster = Cluster::new(pool.clone());
     // A process of the previous release that this one replaces appended no counts.
     let mut are_counted = false;
-    let [counts, sums, partitions, commands, members] = [
+    let mut terms_at = Instant::now();
+    let [counts, sums, partitions, commands, members, terms] = [
         "count the entities",
         "add up the sums of entities",
         "make partitions",
         "forget old command ids",
         "forget silent members",
+        "store the nodes of allocations",
     ]
     .map(RetryLog::new);
     loop {
@@ -55,5 +62,19 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
             }
         }
         let _ = members.observe(cluster.remove_silent(MEMBER_RETENTION).await);
+        if terms_at <= Instant::now() && terms.observe(store_node_terms(&pool).await).is_some() {
+            terms_at = Instant::now() + TERMS_INTERVAL;
+        }
+    }
+}
+
+/// In pages, so that no statement is long.
+async fn store_node_terms(pool: &PgPool) -> Result<(), StoreError> {
+    let mut after = None;
+    loop {
+        after = table_maintenance::store_node_terms(pool, after, TERMS_BATCH_SIZE).await?;
+        if after.is_none() {
+            return Ok(());
+        }
     }
 }

@@ -562,6 +562,7 @@ async fn keep_members(store: &TestStore, pool: &PgPool) {
 async fn maintain_tables(pool: &PgPool) {
     let now = Utc::now();
     table_maintenance::delete_commands(pool, DAY, 20).await.unwrap();
+    table_maintenance::store_node_terms(pool, None, 20).await.unwrap();
     table_maintenance::compact_counts(pool).await.unwrap();
     table_maintenance::recount_entities(pool).await.unwrap();
     table_maintenance::correct_counts(pool).await.unwrap();
