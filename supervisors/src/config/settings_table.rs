@@ -121,7 +121,7 @@ pub const SECTIONS: &[Section] = &[
             setting(&["SVC_TERMINAL_ORIGINS"], "the origins of other pages that may open them, as `https://portal.example`, with commas", "none"),
             setting(&["SVC_ROLES"], "what this process does: `all`, or some of `api`, `node-api`, `terminal-gateway`, `entities`, `billing`, `provisioning`, `outbox-relay`, `notification-relay`, `webhook`, `node-log-gateway`, with commas", "`all`"),
             setting(&["SVC_MEMBER_NAME"], "its name in the tree and in logs", "the host's name and the process's number"),
-            setting(&["SVC_ENV_FILE"], "files of settings in the format of systemd's `EnvironmentFile=`, with colons: [in a container](../operator/kubernetes.md), where no unit reads them. Later ones go before earlier ones; a setting that the environment has with another value is refused", "none"),
+            setting(&["SVC_ENV_FILE"], "files of settings in the format of systemd's `EnvironmentFile=`, with colons: [in a container](../operator/kubernetes.md), where no unit reads them. Later ones go before earlier ones, and all before the environment; `SVC_MEMBER_NAME`, `SVC_MIGRATE_ON_START`, `SVC_OPERATIONS_LISTEN` and `SVC_ROLES` with another value than in the environment are refused", "none"),
             setting(&["SVC_TRUST_DOMAIN"], "in the names of nodes' certificates (`spiffe://DOMAIN/…`); never change it", "`gpuaas`"),
             setting(&["NODE_PROBE_ALLOWED_CIDRS"], "the only networks in which a node's SSH port may be probed as it is registered, with commas", "all but those that no node has"),
             setting(&["NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS"], "the keys by which bundles have agents verify tasks, with commas", "the active one"),
