@@ -89,6 +89,22 @@ describe("the tenants of a node", () => {
     await waitFor(async () => expect((await columnOf("Timeline", "What")).filter((what) => what?.startsWith("Tenant"))).toHaveLength(3));
   });
 
+  it("include the present ones where there are more than are read, and say what is left out", async () => {
+    mock.role = "admin";
+    mock.overrides.push(({ url, method }) => {
+      const at = new URL(url);
+      if (method !== "GET" || at.pathname !== "/api/v1/allocations") return null;
+      const state = at.searchParams.get("state");
+      if (state) return Response.json({ items: state === "active" ? [present] : [], next_page: null });
+      const page = Number(at.searchParams.get("page_token") ?? 0);
+      const items = Array.from({ length: 200 }, (_, index) => tenant(10_000 + page * 200 + index, { state: "released", released_at: ago(400) }));
+      return Response.json({ items, next_page: String(page + 1) });
+    });
+    openConsole(ADDRESS);
+    expect((await columnOf("Tenants", "User")).slice(0, 2)).toEqual(["bob", "ann"]);
+    expect(screen.getByText(/later ones that are released are left out/)).toBeTruthy();
+  });
+
   it("that never came to run are not in its timeline", () => {
     expect(timelineOf(node(0), [], [tenant(3, { state: "provisioning", active_at: null, released_at: null })]).some(({ what }) => what.startsWith("Tenant"))).toBe(false);
   });

@@ -3,7 +3,7 @@ import { Link } from "@tanstack/react-router";
 import { queryOptions, type UseQueryResult } from "@tanstack/react-query";
 import { api, dataOf } from "../api/client.ts";
 import { newestFirst, type Allocation } from "../api/queries.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, SAFETY_MS, pollEvery } from "../api/query-client.ts";
 import { count } from "../format/text.ts";
 import { Card } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
@@ -12,20 +12,31 @@ import { GrowingTable } from "../ui/table.tsx";
 import { FullTime } from "../ui/time.tsx";
 import { COLUMNS, OWNER } from "./allocation-table.tsx";
 
-/** As many allocations of one node as are read. */
+/** As many allocations of one node as are read. The API begins with the oldest: above it the present ones are read by their states. */
 const MOST_TENANTS = 2000;
+const PRESENT: readonly Allocation["state"][] = ["provisioning", "active", "releasing", "release_failed"];
 
 export interface Tenants {
   items: Allocation[];
   isPartial: boolean;
 }
 
+async function readTenants(node_id: string): Promise<Tenants> {
+  const read = (filter: { state?: Allocation["state"] }) =>
+    newestFirst(MOST_TENANTS, (page_token) => dataOf(api.GET("/api/v1/allocations", { params: { query: { ...filter, node_id, limit: 200, ...(page_token ? { page_token } : {}) } } })));
+  const oldest = await read({});
+  if (!oldest.isPartial) return oldest;
+  const present = (await Promise.all(PRESENT.map((state) => read({ state })))).flatMap(({ items }) => items);
+  const ids = new Set(present.map(({ id }) => id));
+  return { items: [...present, ...oldest.items.filter(({ id }) => !ids.has(id))], isPartial: true };
+}
+
 export const tenantsQuery = (node_id: string) =>
   queryOptions({
     queryKey: ["allocations", "of-node", node_id],
-    queryFn: (): Promise<Tenants> =>
-      newestFirst(MOST_TENANTS, (page_token) => dataOf(api.GET("/api/v1/allocations", { params: { query: { node_id, limit: 200, ...(page_token ? { page_token } : {}) } } }))),
-    refetchInterval: pollEvery(POLL_MS),
+    queryFn: () => readTenants(node_id),
+    // Many pages are not read every few seconds.
+    refetchInterval: (query) => (query.state.data?.isPartial ? SAFETY_MS : pollEvery(POLL_MS)()),
   });
 
 const when = (at: string | null | undefined) => (at ? <FullTime at={at} /> : "–");
@@ -53,7 +64,7 @@ export function NodeTenants({ of: tenants }: { of: UseQueryResult<Tenants> }) {
             />
             {isPartial && (
               <p className="soft">
-                Only the first {count(MOST_TENANTS)} are read. <Link to="/allocations">All allocations</Link>
+                Only the present ones and the oldest {count(MOST_TENANTS)} are read; later ones that are released are left out. <Link to="/allocations">All allocations</Link>
               </p>
             )}
           </>
