@@ -192,7 +192,7 @@ async fn confirmed(app: &AppState, issued: &IssuedTokens, nonce: &str) -> Result
         app.authenticator.verify_id_token(id_token.expose_secret(), client_id, nonce, app.environment.now()).await;
     let verified =
         verified.map_err(|fault| token_error(fault, "The login that the identity provider confirms is another one"))?;
-    let caller = app.authenticator.verify_token(issued.access_token.expose_secret()).await?;
+    let caller = app.authenticator.verify_issued_token(issued.access_token.expose_secret()).await?;
     if !app.authenticator.is_of_subject(&caller, &verified.subject) {
         let why = "claim `sub` of the ID token and of the access token differ: where the provider has a subject for each client, \
                    SVC_OIDC_CLAIM_USER_ID names the claim that identifies the user in access tokens";

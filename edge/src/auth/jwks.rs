@@ -47,8 +47,9 @@ pub struct JwksSettings {
     pub min_refresh_gap: Duration,
     /// Between two forced refreshes.
     pub min_forced_gap: Duration,
-    /// How many requests at once wait for a refresh; the others are asked to retry. A slow provider must not block all of the API's request
-    /// slots.
+    /// How many requests at once wait for a refresh in flight, and as many more for the gap before the next one. The others are refused where
+    /// the cached keys are no older than `max_age`, and asked to retry where they are. A slow provider must not block all of the API's
+    /// request slots.
     pub max_waiting: usize,
     /// After which the keys are refreshed although none is missing, so that a withdrawn key ends.
     pub max_age: Duration,
@@ -104,6 +105,15 @@ impl PublishedKey {
     }
 }
 
+/// Where a token comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TokenSource {
+    /// A request: its key id may be made up, and costs others nothing.
+    Request,
+    /// The provider's response to this service: its key is absent only where a fetch that ends after the response lacks it.
+    Provider,
+}
+
 type KeySet = HashMap<String, Vec<Arc<PublishedKey>>>;
 type Refresh = Shared<BoxFuture<'static, Result<(), JwksError>>>;
 
@@ -116,7 +126,10 @@ struct Inner {
     client: Client,
     keys: ArcSwapOption<FetchedKeys>,
     refreshing: Mutex<RefreshState>,
+    /// Of requests that wait for a refresh in flight.
     waiting: Semaphore,
+    /// Of requests that wait for the gap: made-up key ids do so at will, and take no permit of the others.
+    pausing: Semaphore,
 }
 
 struct FetchedKeys {
@@ -154,9 +167,10 @@ impl Jwks {
         require_https(&settings.issuer)?;
         let client = client_builder(settings.authorities_pem.as_deref()).map_err(JwksError::Client)?;
         let client = client.timeout(settings.timeout).build().map_err(|error| JwksError::Client(error.to_string()))?;
-        let waiting = Semaphore::new(settings.max_waiting.min(Semaphore::MAX_PERMITS));
+        let permits = settings.max_waiting.min(Semaphore::MAX_PERMITS);
+        let (waiting, pausing) = (Semaphore::new(permits), Semaphore::new(permits));
         let (keys, refreshing) = (ArcSwapOption::empty(), Mutex::default());
-        Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting })))
+        Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting, pausing })))
     }
 
     /// Fetches the keys now, however fresh they are, or joins the fetch in flight. Returns the number of keys.
@@ -179,13 +193,19 @@ impl Jwks {
         Ok(self.0.keys.load().as_ref().map_or(0, |fetched| fetched.keys.values().map(Vec::len).sum()))
     }
 
-    /// The keys of this id that may sign with this algorithm; none where a fetch that was complete has not found the id.
+    /// The keys of this id that may sign with this algorithm; none where a fetch that was complete has not found the id, or where a request
+    /// has it, too many wait and the cached keys are young.
     ///
     /// # Errors
     /// Where the id is unknown and the keys cannot be fetched at the moment.
-    pub(super) async fn keys_for(&self, kid: &str, algorithm: Algorithm) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
+    pub(super) async fn keys_for(
+        &self,
+        kid: &str,
+        algorithm: Algorithm,
+        source: TokenSource,
+    ) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
         let (began, gap) = (Instant::now(), self.0.settings.min_refresh_gap);
-        let (mut permit, mut has_paused) = (None, false);
+        let mut has_paused = false;
         loop {
             if let Some(fetched) = &*self.0.keys.load() {
                 let found = matching_keys(&fetched.keys, kid, algorithm);
@@ -202,22 +222,30 @@ impl Jwks {
                     fetched.record_absent(kid);
                     return Ok(found);
                 }
-                if fetched.is_known_absent(kid, gap) {
+                if source == TokenSource::Request && fetched.is_known_absent(kid, gap) {
                     return Ok(found);
                 }
             }
-            if permit.is_none() {
-                permit = Some(self.0.waiting.try_acquire().map_err(|_| JwksError::TooManyWait)?);
-            }
             match self.try_refresh() {
-                Ok(refresh) => refresh.await?,
+                Ok(refresh) => {
+                    let Ok(_permit) = self.0.waiting.try_acquire() else { return self.without_wait(source) };
+                    refresh.await?;
+                }
                 Err(pause) if has_paused || pause > LONGEST_PAUSE => return Err(JwksError::TooSoon),
                 Err(pause) => {
+                    let Ok(_permit) = self.0.pausing.try_acquire() else { return self.without_wait(source) };
                     tokio::time::sleep(pause).await;
                     has_paused = true;
                 }
             }
         }
+    }
+
+    /// The result for an unknown key id where too many wait: beside young keys it is most likely made up.
+    fn without_wait(&self, source: TokenSource) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
+        let max_age = self.0.settings.max_age;
+        let is_young = self.0.keys.load().as_ref().is_some_and(|fetched| fetched.at.elapsed() < max_age);
+        if is_young && source == TokenSource::Request { Ok(Vec::new()) } else { Err(JwksError::TooManyWait) }
     }
 
     /// Joins the refresh in flight, or starts one unless the last attempt is too recent: then the pause until the next one may start.

@@ -5,6 +5,7 @@
 //! ([`super::signed_tokens::service_account`]).
 
 use super::claims::{self, TokenFault, UnverifiedToken};
+use super::jwks::TokenSource;
 use super::openid_claims::{Expected, IdToken, LogoutToken, OpenIdFault};
 use super::{Authenticator, Caller, INVALID, MAX_TOKEN_LEN, challenge};
 use crate::http::error::ApiError;
@@ -19,7 +20,20 @@ impl Authenticator {
     /// # Errors
     /// As [`Authenticator::authenticate`].
     pub async fn verify_token(&self, token: &str) -> Result<Caller, ApiError> {
-        self.verify(token, Utc::now()).await.map_err(|fault| {
+        self.caller_of(token, TokenSource::Request).await
+    }
+
+    /// The caller of an access token that the provider has just issued to this service: made-up key ids of other requests never have it
+    /// refused.
+    ///
+    /// # Errors
+    /// As [`Authenticator::authenticate`].
+    pub(crate) async fn verify_issued_token(&self, token: &str) -> Result<Caller, ApiError> {
+        self.caller_of(token, TokenSource::Provider).await
+    }
+
+    async fn caller_of(&self, token: &str, source: TokenSource) -> Result<Caller, ApiError> {
+        self.verify_from(token, Utc::now(), source).await.map_err(|fault| {
             let error = match &fault {
                 TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),
                 TokenFault::Expired => challenge("The access token has expired; get a new one.", EXPIRED),
@@ -61,7 +75,8 @@ impl Authenticator {
         nonce: &str,
         now: DateTime<Utc>,
     ) -> Result<IdToken, OpenIdFault> {
-        let claims = self.provider_claims(token, |kind| kind.is_none_or(|kind| kind == "jwt")).await?;
+        let is_type = |kind: Option<&str>| kind.is_none_or(|kind| kind == "jwt");
+        let claims = self.provider_claims(token, TokenSource::Provider, is_type).await?;
         self.expected(client_id, now).id_token(&claims, nonce)
     }
 
@@ -75,7 +90,7 @@ impl Authenticator {
         let is_type = |kind: Option<&str>| {
             kind.is_none_or(|kind| ["jwt", "logout+jwt", "application/logout+jwt"].contains(&kind))
         };
-        let claims = self.provider_claims(token, is_type).await?;
+        let claims = self.provider_claims(token, TokenSource::Request, is_type).await?;
         self.expected(client_id, now).logout_token(&claims)
     }
 
@@ -93,22 +108,28 @@ impl Authenticator {
     async fn provider_claims(
         &self,
         token: &str,
+        source: TokenSource,
         is_type: impl Fn(Option<&str>) -> bool,
     ) -> Result<Map<String, Value>, TokenFault> {
         if token.len() > MAX_TOKEN_LEN {
             return Err(TokenFault::Malformed);
         }
         let token = UnverifiedToken::parse_typed(token, is_type)?;
-        self.verify_provider_signature(&token).await?;
+        self.verify_signature_from(&token, source).await?;
         token.claims()
     }
 
+    #[cfg(test)]
     pub(super) async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+        self.verify_from(token, now, TokenSource::Request).await
+    }
+
+    async fn verify_from(&self, token: &str, now: DateTime<Utc>, source: TokenSource) -> Result<Caller, TokenFault> {
         let token = UnverifiedToken::parse(token)?;
         if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.is_own_key(&token.kid)) {
             return tokens.caller(&token, now).await;
         }
-        self.verify_provider_signature(&token).await?;
+        self.verify_signature_from(&token, source).await?;
         let (caller, remark) = claims::read(&token.claims()?, &self.rules, now)?;
         if let Some(remark) = remark {
             self.remarks.write(&remark);
@@ -117,8 +138,12 @@ impl Authenticator {
     }
 
     pub(super) async fn verify_provider_signature(&self, token: &UnverifiedToken<'_>) -> Result<(), TokenFault> {
+        self.verify_signature_from(token, TokenSource::Request).await
+    }
+
+    async fn verify_signature_from(&self, token: &UnverifiedToken<'_>, source: TokenSource) -> Result<(), TokenFault> {
         let algorithm = token.algorithm(&self.rules.algorithms)?;
-        let keys = self.jwks.keys_for(&token.kid, algorithm).await.map_err(TokenFault::NoKeys)?;
+        let keys = self.jwks.keys_for(&token.kid, algorithm, source).await.map_err(TokenFault::NoKeys)?;
         if keys.is_empty() {
             return Err(TokenFault::UnknownKey);
         }

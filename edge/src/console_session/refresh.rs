@@ -179,7 +179,7 @@ async fn accepted(
     session: &BrowserSession,
     issued: &IssuedTokens,
 ) -> Result<DateTime<Utc>, &'static str> {
-    let verified = app.authenticator.verify_token(issued.access_token.expose_secret());
+    let verified = app.authenticator.verify_issued_token(issued.access_token.expose_secret());
     // The lease does not wait for the provider's keys.
     let Ok(verified) = tokio::time::timeout(VERIFY_FOR, verified).await else {
         return Ok(Utc::now() + issued.expires_in.unwrap_or(UNKNOWN_LIFE));

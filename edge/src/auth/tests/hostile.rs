@@ -305,6 +305,38 @@ async fn slow_provider_times_out_and_few_requests_wait_for_it() {
 }
 
 #[tokio::test]
+async fn unknown_key_is_refused_where_too_many_wait_and_the_cached_keys_are_young() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let unknown = key("unknown", Algorithm::EdDSA);
+    let token = sign(&header_of(&unknown), &provider.claims(), &unknown);
+    let with_max_age = |max_age| {
+        let settings = JwksSettings { max_waiting: 0, max_age, ..provider.settings() };
+        Authenticator::new(TokenRules::new(provider.issuer(), "gpuaas"), Jwks::new(settings).unwrap())
+    };
+    for (max_age, expected) in
+        [(Duration::from_secs(3600), Code::Unauthenticated), (Duration::ZERO, Code::ServiceUnavailable)]
+    {
+        let authenticator = with_max_age(max_age);
+        assert_eq!(code_for(&authenticator, &token).await, Err(Code::ServiceUnavailable), "no keys are cached");
+        authenticator.jwks().refresh().await.unwrap();
+        assert_eq!(code_for(&authenticator, &token).await, Err(expected), "{max_age:?}");
+        let issued = authenticator.verify_issued_token(&token).await.map(drop).map_err(|error| error.code());
+        assert_eq!(issued, Err(Code::ServiceUnavailable), "the provider itself has issued it");
+    }
+}
+
+#[tokio::test]
+async fn token_that_the_provider_has_just_issued_is_accepted_although_its_key_id_was_guessed_before() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let authenticator = provider.authenticator();
+    let next = key("next", Algorithm::EdDSA);
+    let token = sign(&header_of(&next), &provider.claims(), &next);
+    assert_eq!(code_for(&authenticator, &token).await, Err(Code::Unauthenticated));
+    provider.publish(vec![provider.keys[0].jwk.clone(), next.jwk.clone()]).await;
+    assert!(authenticator.verify_issued_token(&token).await.is_ok());
+}
+
+#[tokio::test]
 async fn cached_keys_serve_at_once_while_the_provider_misbehaves() {
     // One that misbehaves is waited for once, for as long as this.
     const PROVIDER_TIMEOUT: Duration = Duration::from_secs(10);
