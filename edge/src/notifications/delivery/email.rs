@@ -339,8 +339,11 @@ enum Blame {
     Service,
 }
 
-/// Words of a refusal of the sender, by servers that write no enhanced status code.
-const ABOUT_SENDER: [&str; 12] = [
+/// Words of a refusal of the sender, where the enhanced status code does not say it.
+const ABOUT_SENDER: [&str; 15] = [
+    "send as",
+    "client host",
+    "dmarc",
     "sender",
     "relay",
     "not verified",
@@ -357,7 +360,9 @@ const ABOUT_SENDER: [&str; 12] = [
 
 /// RFC 5321, section 4.2: 55z is the mail system's refusal of the request, and 501 one of the address. Other permanent codes concern the
 /// connection or the session (authentication among them). An enhanced status code tells more (RFC 3463, section 3): 5.1 is about an address,
-/// 5.2 about the mailbox, 5.6 about the content; 5.3, 5.4 and 5.7 are about systems, routes, limits and permissions.
+/// 5.2 about the mailbox, 5.6 about the content; 5.3, 5.4 and 5.7 are about systems, routes, limits and permissions. Of these, 5.3.4 is a
+/// message that is too large, 5.4.1 is Exchange Online's code of a mailbox that does not exist, and 5.7.1 is that of closed lists and of
+/// unsolicited mail as well as of a refused sender, which the text names.
 fn blame(code: smtp::response::Code, answer: &str) -> Blame {
     let is_of_request = match code.category {
         Category::MailSystem => true,
@@ -368,9 +373,9 @@ fn blame(code: smtp::response::Code, answer: &str) -> Blame {
         return Blame::Service;
     }
     match enhanced_code(answer) {
-        // 5.1.7 and 5.1.8 are about the sender's address.
-        Some((1, 7 | 8) | (3 | 4 | 7, _)) => Blame::Service,
-        Some((1 | 2 | 6, _)) => Blame::Mail,
+        // 5.1.7 and 5.1.8 are about the sender's address; 5.2.252 is Exchange Online's code of a sender that the login may not send as.
+        Some((1, 7 | 8) | (2, 252) | (3, 0..=3 | 5..) | (4 | 7, 0 | 2..)) => Blame::Service,
+        Some((1 | 2 | 6, _) | (3, 4)) => Blame::Mail,
         Some(_) | None => {
             let answer = answer.to_ascii_lowercase();
             let is_about_sender = ABOUT_SENDER.iter().any(|words| answer.contains(words));
