@@ -264,8 +264,10 @@ impl Server {
             let admitted = connection.auth(&[Mechanism::Plain, Mechanism::Login], credentials).await;
             admitted.map_err(|error| {
                 let code = error.status().map(|code| format!(" ({code})")).unwrap_or_default();
-                let failure = SendFailure::temporary(&format!("the mail server refuses the login{code}"));
-                if error.is_permanent() { logged(failure) } else { failure }
+                if error.is_permanent() {
+                    log_refusal("the login", &error);
+                }
+                SendFailure::temporary(&format!("the mail server refuses the login{code}"))
             })?;
         }
         Ok(connection)
@@ -310,24 +312,35 @@ fn refused(what: &str, error: &smtp::Error) -> SendFailure {
     let answer = error.source().map(ToString::to_string).unwrap_or_default();
     match error.status().filter(|_| error.is_permanent()).map(|code| blame(code, &answer)) {
         Some(Blame::Mail) => SendFailure::permanent(&why),
-        Some(Blame::Service) => logged(SendFailure::temporary(&why)),
+        Some(Blame::Service) => {
+            log_refusal(what, error);
+            SendFailure::temporary(&why)
+        }
         None => SendFailure::temporary(&why),
     }
 }
 
 /// The meaning of a refusal of the sender.
 fn sender_refused(error: &smtp::Error) -> SendFailure {
-    let failure = SendFailure::temporary(&refusal("the sender", error));
-    if error.is_permanent() { logged(failure) } else { failure }
+    let what = "the sender";
+    if error.is_permanent() {
+        log_refusal(what, error);
+    }
+    SendFailure::temporary(&refusal(what, error))
 }
 
-/// Tells operators of what they alone can correct.
-fn logged(failure: SendFailure) -> SendFailure {
+/// Tells operators of what they alone can correct. The server's text, which may quote the recipient, is for the endpoint's owner alone.
+fn log_refusal(what: &str, error: &smtp::Error) {
+    use std::error::Error as _;
+    let code = error.status().map(|code| code.to_string()).unwrap_or_default();
+    let enhanced = error.source().and_then(|answer| enhanced_code(&answer.to_string()));
+    let enhanced_code = enhanced.map(|(subject, detail)| format!("5.{subject}.{detail}")).unwrap_or_default();
     tracing::warn!(
-        why = failure.why,
+        what,
+        code,
+        enhanced_code,
         "the mail server does not take mails of this service: compare SVC_SMTP_FROM and SVC_SMTP_URL with what it allows its sender"
     );
-    failure
 }
 
 /// What a permanent refusal is about.

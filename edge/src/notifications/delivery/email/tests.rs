@@ -265,6 +265,7 @@ async fn refusal_of_the_sender_is_temporary_and_names_the_settings_and_one_of_th
         let is_logged = log.text().matches("SVC_SMTP_FROM").count() > before;
         assert_eq!(is_logged, !is_final && answer.starts_with('5'), "{answer}: {}", log.text());
     }
+    assert!(log.text().contains("5.7.60") && !log.text().contains("ann@example.org"), "{}", log.text());
     // A refused sender is never the recipient's fault.
     let sender = "550 5.1.0 <no-reply@example.com>: sender rejected\r\n";
     let before = log.text().matches("SVC_SMTP_FROM").count();
