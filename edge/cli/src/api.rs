@@ -88,9 +88,9 @@ impl Api {
         })
     }
 
-    /// The same with the token of now, renewed where it was due: for requests that may be cut off at any moment.
+    /// The same with the stored token, which no request renews: for requests that may be cut off at any moment.
     pub(crate) async fn without_renewal(self) -> Result<Self, Failure> {
-        let token = self.session.token().await?;
+        let token = self.session.stored_token().await?;
         Ok(Self { session: Session::AccessToken(token), ..self })
     }
 

@@ -76,13 +76,16 @@ fn completions_from(
     candidates(current, entries)
 }
 
-/// `None` where there are none in time. The login is renewed before: a renewal that the timeout cuts off would lose the refresh token.
+/// `None` where there are none in time, or where the stored token has ended: a renewal that the timeout cuts off would lose the refresh token.
 async fn entries_in_time(
     connection: &Connection,
     list: impl AsyncFnOnce(&Api) -> Result<Vec<Entry>, Failure>,
 ) -> Option<Vec<Entry>> {
-    let api = connection.api().ok()?.without_renewal().await.ok()?;
-    tokio::time::timeout(LIST_TIMEOUT, list(&api)).await.ok()?.ok()
+    let listed = async {
+        let api = connection.api().ok()?.without_renewal().await.ok()?;
+        list(&api).await.ok()
+    };
+    tokio::time::timeout(LIST_TIMEOUT, listed).await.ok()?
 }
 
 fn candidates(current: &str, entries: Vec<Entry>) -> Vec<CompletionCandidate> {
@@ -107,6 +110,7 @@ mod tests {
     use crate::resource_ref::NODE;
     use axum::routing::{get, post};
     use axum::{Json, Router};
+    use chrono::{DateTime, TimeDelta, Utc};
     use secrecy::ExposeSecret as _;
     use serde_json::json;
 
@@ -129,11 +133,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn renewal_outlives_the_timeout_of_a_completion() {
-        let renew = || async {
-            tokio::time::sleep(LIST_TIMEOUT + Duration::from_millis(500)).await;
-            Json(json!({ "access_token": "access-1", "refresh_token": "refresh-1", "expires_in": 600 }))
-        };
+    async fn completion_lists_with_the_stored_token_and_never_renews_it() {
+        let renew =
+            || async { Json(json!({ "access_token": "access-1", "refresh_token": "refresh-1", "expires_in": 600 })) };
         let skus = || async { Json(json!({ "items": [{ "name": "h100x8", "gpu": { "model": "H100" } }] })) };
         let routes = Router::new().route("/token", post(renew)).route("/api/v1/skus", get(skus));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -141,18 +143,27 @@ mod tests {
         tokio::spawn(async move { axum::serve(listener, routes).await });
         let folder = tempfile::tempdir().unwrap();
         let store = Store::new(folder.path().to_owned(), "default").unwrap();
-        let expired = json!({
-            "server": server, "issuer": server, "token_endpoint": format!("{server}/token"), "client_id": "gpuctl",
-            "access_token": "access-0", "refresh_token": "refresh-0", "expires_at": "2026-01-01T00:00:00Z",
-        });
-        store.write(&serde_json::from_value(expired).unwrap()).unwrap();
-        let out = Output { format: OutputFormat::Table, quiet: true };
-        let connection =
-            Connection { server: None, ca_bundle: None, token: None, key: None, store: store.clone(), out };
-        let list = async |api: &Api| named_entries(&api.list("/api/v1/skus", &[], 10).await?, "name", "/gpu/model");
-        let found = entries_in_time(&connection, list).await;
-        assert_eq!(store.read().unwrap().unwrap().refresh_token.unwrap().expose_secret(), "refresh-1");
-        assert_eq!(found, Some(vec![("h100x8".to_owned(), "H100".to_owned())]));
+        let found_until = async |expires_at: DateTime<Utc>| {
+            let login = json!({
+                "server": server, "issuer": server, "token_endpoint": format!("{server}/token"), "client_id": "gpuctl",
+                "access_token": "access-0", "refresh_token": "refresh-0", "expires_at": expires_at,
+            });
+            store.write(&serde_json::from_value(login).unwrap()).unwrap();
+            let out = Output { format: OutputFormat::Table, quiet: true };
+            let connection =
+                Connection { server: None, ca_bundle: None, token: None, key: None, store: store.clone(), out };
+            // Another process renews the login meanwhile.
+            let _lock = store.lock(out);
+            let list = async |api: &Api| named_entries(&api.list("/api/v1/skus", &[], 10).await?, "name", "/gpu/model");
+            let found = entries_in_time(&connection, list).await;
+            assert_eq!(store.read().unwrap().unwrap().refresh_token.unwrap().expose_secret(), "refresh-0");
+            found
+        };
+        // The second ends sooner than a command would use it for.
+        for left in [TimeDelta::hours(1), TimeDelta::seconds(15)] {
+            assert_eq!(found_until(Utc::now() + left).await, Some(vec![("h100x8".to_owned(), "H100".to_owned())]));
+        }
+        assert_eq!(found_until(Utc::now() - TimeDelta::seconds(1)).await, None, "the token has ended");
     }
 
     #[test]

@@ -443,6 +443,18 @@ impl Session {
         }
     }
 
+    /// The token as it is stored. It is not renewed, and no other process is waited for.
+    pub(crate) async fn stored_token(&self) -> Result<SecretString, Failure> {
+        let login = match self {
+            Self::AccessToken(token) => return Ok(token.clone()),
+            Self::StoredLogin { login, .. } => login.lock().await,
+        };
+        if login.expires_at.is_some_and(|at| at < Utc::now()) {
+            return Err(Failure::new(ExitStatus::LoggedOut, "the stored token has ended"));
+        }
+        Ok(login.access_token.clone())
+    }
+
     /// Renews a token that was refused. `false` where it cannot be renewed.
     pub(crate) async fn renew(&self, token: &SecretString) -> Result<bool, Failure> {
         let Self::StoredLogin { store, login: stored, out } = self else { return Ok(false) };
