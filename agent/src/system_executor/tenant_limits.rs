@@ -2,7 +2,7 @@
 //!
 //! A drop-in of the slice of its sessions, beside the one of its devices ([`super::device_guard`], which also has systemd read it and
 //! removes both at the release). Only with systemd and control groups of version 2: nothing else bounds the sum of a user's processes. What
-//! the kernel bounds is read back from a program in the slice. Disks are bounded by [`super::disk_quotas`].
+//! the kernel bounds is read back from the slice. Disks are bounded by [`super::disk_quotas`].
 
 use std::fs;
 use std::path::PathBuf;
@@ -25,6 +25,9 @@ const HIGH: u64 = 95;
 /// Shows what the kernel bounds in the slice of the program that runs it. A kernel without swap does not have the last file.
 const READ_BACK: &str = r#"cd "/sys/fs/cgroup$(dirname "$(sed -n 's/^0:://p' /proc/self/cgroup)")" && pwd && \
 for file in memory.max pids.max memory.swap.max; do ! [ -e "$file" ] || echo "$file $(cat "$file")"; done"#;
+/// The group of the slices of users, and the files that [`READ_BACK`] shows.
+const USER_SLICES: &str = "/sys/fs/cgroup/user.slice";
+const BOUND_FILES: [&str; 3] = ["memory.max", "pids.max", "memory.swap.max"];
 /// Of one GPU, as systemd's default of a slice is 100.
 const CPU_WEIGHT: u64 = 100;
 const MAX_CPU_WEIGHT: u64 = 10_000;
@@ -122,7 +125,8 @@ impl TenantLimits {
         Ok(atomic_file::write_if_changed(&path, text.as_bytes())?)
     }
 
-    /// Whether the kernel bounds a tenant as it was written: a program in its slice shows it.
+    /// Whether the kernel bounds a tenant as it was written: its slice shows it, or a program in the slice where it has none yet. In a slice
+    /// at its bounds no program starts.
     ///
     /// # Errors
     /// [`UntakenLimits`].
@@ -130,9 +134,18 @@ impl TenantLimits {
         if self.slices.is_err() {
             return Ok(());
         }
+        let share = self.share(held, gpus);
+        let read = share.check_taken(&shown_by_slice(account.uid));
+        if read.is_ok() {
+            return read;
+        }
         let [program, options @ ..] = launcher_in_slice(account.uid);
         let shown = Tool::new(program).args(options).args(["/bin/sh", "-c", READ_BACK]).run(SHORT_LIMIT);
-        self.share(held, gpus).check_taken(&shown.map_err(UntakenLimits::Unread)?)
+        match (shown, read) {
+            (Ok(shown), _) => share.check_taken(&shown),
+            (Err(_), Err(looser @ UntakenLimits::Looser { .. })) => Err(looser),
+            (Err(error), _) => Err(UntakenLimits::Unread(error)),
+        }
     }
 
     fn share(&self, held: usize, gpus: usize) -> Share {
@@ -182,6 +195,17 @@ impl Share {
         }
         Ok(())
     }
+}
+
+/// What [`READ_BACK`] shows, without a program in the slice: the group alone where it does not exist.
+fn shown_by_slice(uid: u32) -> String {
+    let group = format!("{USER_SLICES}/user-{uid}.slice");
+    let bound = |file: &str| {
+        let value = fs::read_to_string(format!("{group}/{file}")).ok()?;
+        Some(format!("{file} {}", value.trim_end()))
+    };
+    let bounds = BOUND_FILES.into_iter().filter_map(bound);
+    std::iter::once(group.clone()).chain(bounds).collect::<Vec<_>>().join("\n")
 }
 
 /// What of an amount a tenant gets that holds so many of the machine's GPUs, where so much is reserved; `None`: a sixteenth.

@@ -89,6 +89,35 @@ fn start_writes_the_bounds_of_present_tenants_by_the_present_settings() {
 }
 
 #[test]
+fn bounds_of_a_present_tenant_are_read_although_no_program_starts_in_its_slice() {
+    overlay_machine::alone(
+        "tenant_bounds::bounds_of_a_present_tenant_are_read_although_no_program_starts_in_its_slice",
+        || {
+            boot_with_groups(TAKEN);
+            let node = Node::start();
+            let uid = node.make(Uuid::from_u128(1), NAME, &[0]);
+            drop(node);
+            let group = format!("{GROUPS}/user.slice/user-{uid}.slice");
+            fs::create_dir_all(&group).unwrap();
+            let set = |file: &str, bound: &str| fs::write(format!("{group}/{file}"), bound).unwrap();
+            set("memory.max", "4096\n");
+            set("pids.max", "100\n");
+            set("memory.swap.max", "0\n");
+            see_in_slices("echo Resource temporarily unavailable >&2; exit 1");
+            let node = Node::start();
+            assert_eq!(findings_of(&node), Vec::<String>::new());
+            drop(node);
+            set("memory.max", "max\n");
+            let node = Node::start();
+            let found = findings_of(&node);
+            assert!(found.len() == 1 && found[0].contains("has memory.max max, not "), "{found:?}");
+            fs::remove_dir_all(&group).unwrap();
+            assert_clean(&node.release(Uuid::from_u128(1), NAME, &[0]));
+        },
+    );
+}
+
+#[test]
 fn machine_without_user_quotas_takes_tenants_and_says_that_the_disk_is_shared() {
     overlay_machine::alone(
         "tenant_bounds::machine_without_user_quotas_takes_tenants_and_says_that_the_disk_is_shared",
