@@ -42,6 +42,9 @@ pub enum QuotaFault {
     /// `ESRCH`: mounted with the option, and not switched on (`quotaon`).
     #[error("{point}: no quota can be set ({errno}); is it switched on (quotaon -p {point})?")]
     Refused { point: String, errno: Errno },
+    /// A quota below it would stop what the tenant runs. The quota before it stays.
+    #[error("{point}: the tenant has {found} {unit}, more than its share of {share}")]
+    Exceeded { point: String, unit: &'static str, found: u64, share: u64 },
     #[error("{point}: the kernel has a quota of {found} KiB, not {wanted}")]
     NotTaken { point: String, found: u64, wanted: u64 },
 }
@@ -64,7 +67,8 @@ pub fn check(settings: &LimitSettings, paths: &[&Path]) -> Result<(), UnboundedD
     Ok(())
 }
 
-/// Bounds a tenant that holds so many of the machine's GPUs on every file system that has quotas of users.
+/// Bounds a tenant that holds so many of the machine's GPUs on every file system that has quotas of users, where it has no more than its
+/// share.
 ///
 /// # Errors
 /// The first [`QuotaFault`]; the others are set.
@@ -82,6 +86,12 @@ pub fn set(account: &TenantAccount, settings: &LimitSettings, held: usize, gpus:
         let blocks = (part_of(bytes, reserved, held, gpus) / BLOCK).max(1);
         // Some file systems have no fixed number of files.
         let files = if size.files() == 0 { 0 } else { part_of(size.files(), None, held, gpus).max(1) };
+        let (used_blocks, used_files) = use_of(&system, account).map_err(refused)?;
+        let point = || system.point.display().to_string();
+        check_use(point, "KiB", used_blocks, blocks)?;
+        if files > 0 {
+            check_use(point, "files", used_files, files)?;
+        }
         write(&system, account, blocks, files)
     };
     file_systems()?.into_iter().map(set).fold(Ok(()), Result::and)
@@ -104,6 +114,20 @@ fn write(system: &QuotaFileSystem, account: &TenantAccount, blocks: u64, files: 
         return Ok(());
     }
     Err(QuotaFault::NotTaken { point: system.point.display().to_string(), found, wanted: blocks })
+}
+
+fn check_use(point: impl Fn() -> String, unit: &'static str, found: u64, share: u64) -> Result<(), QuotaFault> {
+    if found <= share { Ok(()) } else { Err(QuotaFault::Exceeded { point: point(), unit, found, share }) }
+}
+
+/// What the tenant has, in KiB and in files.
+fn use_of(system: &QuotaFileSystem, account: &TenantAccount) -> Result<(u64, u64), Errno> {
+    match quotactl_get(QuotaType::USRQUOTA, &system.device, account.uid.cast_signed()) {
+        Ok(found) => Ok((found.occupied_space().unwrap_or(0).div_ceil(BLOCK), found.allocated_inodes().unwrap_or(0))),
+        // XFS has no record of a uid that has nothing and no limit.
+        Err(Errno::ENOENT) => Ok((0, 0)),
+        Err(errno) => Err(errno),
+    }
 }
 
 /// In KiB; 0: none.
@@ -144,6 +168,14 @@ mod tests {
         assert_eq!(check(&off, &[Path::new("/proc")]), Err(UnboundedDisk::Off));
         let unbounded = check(&LimitSettings::default(), &[Path::new("/proc")]);
         assert_eq!(unbounded, Err(UnboundedDisk::NoQuotas { path: "/proc".into() }));
+    }
+
+    #[test]
+    fn tenant_that_has_more_than_its_share_is_named_with_both() {
+        let check = |found| check_use(|| "/home".to_owned(), "KiB", found, 100);
+        assert_eq!((check(0), check(100)), (Ok(()), Ok(())));
+        let why = check(101).unwrap_err().to_string();
+        assert_eq!(why, "/home: the tenant has 101 KiB, more than its share of 100");
     }
 
     #[test]
