@@ -1,6 +1,7 @@
 //! Whether a GPU is in use, as the clean-up proof asks: over a fake of NVIDIA's library (`tests/fake-nvml`) that answers as driver 580 does.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -83,7 +84,7 @@ fn programs_that_compute_or_draw_are_in_the_way_and_a_gpu_that_cannot_draw_is_no
     // A program may do both.
     bench.change(|gpu| gpu.computing = vec![7, 41]);
     assert_eq!(bench.gpus.device_use(bench.uuid()), DeviceUse::BusyWith(vec![7, 41]));
-    let findings = cleanup_checks::check_device_processes(&bench.gpus, &[bench.device()]);
+    let findings = cleanup_checks::check_device_processes(&bench.gpus, &[bench.device()], &BTreeSet::new());
     assert_eq!(findings[0].outcome, FindingOutcome::Present, "{findings:?}");
     bench.change(|gpu| (gpu.computing, gpu.drawing) = (Vec::new(), None));
     assert_eq!(bench.gpus.device_use(bench.uuid()), DeviceUse::Idle);

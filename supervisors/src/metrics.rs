@@ -406,6 +406,7 @@ mod tests {
             audit: Vec::new(),
             outbox: reasons.iter().map(failed).collect(),
             postings: Vec::new(),
+            summands: Vec::new(),
             command: None,
             requires: Vec::new(),
             patient: false,

@@ -161,6 +161,7 @@ impl CommitterBench {
             audit: vec![AuditRecord::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
             outbox: vec![(event, Event::SkuStateChanged { sku_id: SkuId(id.id), from: None, to: "active".to_owned() })],
             postings: Vec::new(),
+            summands: Vec::new(),
             command: Some(CommandRecord {
                 id: CommandId(Uuid::new_v4()),
                 digest: [7; 32],

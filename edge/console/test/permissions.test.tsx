@@ -23,7 +23,7 @@ const NEEDS: readonly (readonly [methods: string, path: RegExp, needs: Permissio
   ["GET POST DELETE PATCH", /^\/admin\/(health-rules|nodes|rollouts|users)/, "manage_nodes"],
   ["GET POST", /^\/admin\/keys/, "rotate_keys"],
   ["GET POST", /^\/admin\/(notification-endpoints|notifications)/, "announce"],
-  ["GET POST", /^\/admin\/(alerts|overview|runtime|telemetry)/, "operate_runtime"],
+  ["GET POST", /^\/admin\/(alerts|fleet-history|overview|runtime|telemetry)/, "operate_runtime"],
   ["GET POST DELETE", /^\/admin\/platform-roles/, "bind_platform_roles"],
   ["GET POST DELETE", /^\/admin\/polic/, "manage_policy"],
   ["GET", /^\/admin\/skus/, "see_skus"],

@@ -148,6 +148,9 @@ impl LogStore {
             Ok(()) => Ok(()),
             // It is there, and admits this service.
             Err(failure) if failure.kind == PushFailureKind::RateLimit => Ok(()),
+            Err(failure) if failure.kind == PushFailureKind::BatchSize => {
+                Err(format!("{}: it refuses an empty batch as too large", operators_step(PushFailureKind::Address)))
+            }
             Err(PushFailure { kind, text, .. }) => Err(format!("{}: {text}", operators_step(kind))),
         }
     }

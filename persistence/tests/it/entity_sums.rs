@@ -74,7 +74,7 @@ fn node(n: u32, region: &str, gpus_free: u32) -> Node {
     let gpu =
         |index| ReportedGpu { index, uuid: format!("GPU-{id}-{index}"), model: "H100".into(), memory_mib: 80_000 };
     node.id = NodeId(id);
-    node.inventory = Some(ReportedInventory {
+    node.machine.inventory = Some(ReportedInventory {
         gpus: (0..gpus_free).map(gpu).collect(),
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
@@ -88,7 +88,7 @@ fn node(n: u32, region: &str, gpus_free: u32) -> Node {
         system: None,
         tenant_devices: Vec::new(),
     });
-    node.life = Phase::Active;
+    node.lifecycle.phase = Phase::Active;
     assert_eq!(node.gpus_free(), gpus_free, "{:?}", node.not_schedulable());
     node
 }
@@ -146,7 +146,7 @@ impl Entity {
     fn new(n: u32, value: u32) -> Self {
         if n.is_multiple_of(2) {
             let mut node = node(n, if n.is_multiple_of(4) { "eu" } else { "us" }, value % 9);
-            node.life = [Phase::Active, Phase::Active, Phase::Offline, Phase::Retired, Phase::Removed]
+            node.lifecycle.phase = [Phase::Active, Phase::Active, Phase::Offline, Phase::Retired, Phase::Removed]
                 [value as usize / 9 % 5]
                 .clone();
             Self::Node(Box::new(node))
@@ -190,11 +190,14 @@ fn expected(entities: &BTreeMap<u32, (i64, Entity)>) -> (GpuRows, MoneyRows) {
     let (mut gpus, mut money) = (BTreeMap::<_, (u64, u64, u64)>::new(), BTreeMap::<_, (u64, i64)>::new());
     for (_, entity) in entities.values() {
         match entity {
-            Entity::Node(node) if node.life.is_gone() => {}
+            Entity::Node(node) if node.lifecycle.phase.is_gone() => {}
             Entity::Node(node) => {
-                let sum = gpus.entry(node.registration.region_code.clone()).or_default();
-                (sum.0, sum.1, sum.2) =
-                    (sum.0 + 1, sum.1 + u64::from(node.registration.gpus_total), sum.2 + u64::from(node.gpus_free()));
+                let sum = gpus.entry(node.machine.registration.region_code.clone()).or_default();
+                (sum.0, sum.1, sum.2) = (
+                    sum.0 + 1,
+                    sum.1 + u64::from(node.machine.registration.gpus_total),
+                    sum.2 + u64::from(node.gpus_free()),
+                );
             }
             Entity::Account(account) => {
                 let sum = money.entry((account.currency.as_str().to_owned(), account.state().to_owned())).or_default();

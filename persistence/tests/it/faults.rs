@@ -458,7 +458,7 @@ async fn wait_for_absent_standby(store: &TestStore, waits: bool) {
     };
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(60) {
-        let mut commit = sqlx::query("SELECT pg_logical_emit_message(true, 'test', '')").execute(&mut *session);
+        let mut commit = pin!(sqlx::query("SELECT pg_logical_emit_message(true, 'test', '')").execute(&mut *session));
         tokio::select! {
             done = &mut commit => {
                 done.unwrap();

@@ -135,10 +135,13 @@ mod tests {
             })
             .collect();
         let mut taken = take_from(first);
+        let mut outputs = Vec::new();
         for other in &mut others {
             let mut lines = BufReader::new(other.stdout.take().unwrap()).lines().map(Result::unwrap);
             let ports = lines.find_map(|line| Some(line.split_once("ports: ")?.1.to_owned())).unwrap();
             taken.extend(ports.trim_matches(['[', ']']).split(", ").map(|port| port.parse::<u16>().unwrap()));
+            // It is read to its end below: a process that cannot write the result of its test fails.
+            outputs.push(lines);
         }
         assert_eq!(taken.len(), 4 * EACH);
         assert_eq!(taken.iter().collect::<BTreeSet<_>>().len(), taken.len(), "one port is given twice: {taken:?}");
@@ -148,9 +151,10 @@ mod tests {
             assert!(claim_port(port).unwrap(), "the claim that came before the attempt to bind {port} has not ended");
         }
         assert!(claim_port(taken[0]).unwrap() && !claim_port(taken[EACH]).unwrap());
-        for mut other in others {
+        for (mut other, output) in others.into_iter().zip(outputs) {
             drop(other.stdin.take());
-            assert!(other.wait().unwrap().success());
+            let rest: Vec<String> = output.collect();
+            assert!(other.wait().unwrap().success(), "{rest:?}");
         }
         assert!(claim_port(taken[EACH]).unwrap(), "the claim of a process has outlived it");
     }

@@ -113,7 +113,7 @@ impl FleetHistoryWorker {
     }
 }
 
-/// The GPUs by SKU and region. It reads every node, once an hour.
+/// The GPUs by SKU and region, from the sums that commits maintain.
 async fn count_gpus(reads: &Reads) -> Result<Vec<HourlyGpus>, StoreError> {
     let counted = reads.gpus().await?;
     let sample = |of: persistence::queries::GpuCount| HourlyGpus {
@@ -135,9 +135,6 @@ mod tests {
     use persistence::queries::{FleetFilter, FleetHour};
     use test_host::TestEnvironment;
 
-    const NODE: &str =
-        r#"{"registration": {"sku": {"name": "h100"}, "region_code": "eu", "gpus_total": 8}, "holds": {}}"#;
-
     struct Fleet {
         db: TestDatabase,
         environment: Arc<TestEnvironment>,
@@ -150,10 +147,11 @@ mod tests {
             fleet
         }
 
+        /// A node of eight GPUs, as its commits have added it to the sums.
         async fn add_node(&self) {
-            let node = "INSERT INTO entity (id, kind, shard, version, state, body, sku, created_at, updated_at)
-                        VALUES (gen_random_uuid(), 'node', 0, 1, 'active', $1::jsonb, '00000000-0000-0000-0000-000000000001', now(), now())";
-            sqlx::query(node).bind(NODE).execute(&self.db.pool).await.unwrap();
+            let node = "INSERT INTO entity_sum (shard, kind, sku, sku_name, region, gpus_free, entities, gpus_total, gpus_sold, gpus_held, balance)
+                        VALUES (0, 'node', '00000000-0000-0000-0000-000000000001', 'h100', 'eu', 8, 1, 8, 0, 0, 0)";
+            sqlx::query(node).execute(&self.db.pool).await.unwrap();
         }
 
         fn member(&self) -> FleetHistoryWorker {

@@ -294,6 +294,7 @@ async fn open(committer: &Committer, host: &Host, account: &BillingAccount) -> a
         audit: Vec::new(),
         outbox: Vec::new(),
         postings: vec![given],
+        summands: Vec::new(),
         command: None,
         requires: Vec::new(),
         patient: false,

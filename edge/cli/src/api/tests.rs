@@ -111,10 +111,10 @@ async fn page_of_a_gateway_that_stays_names_the_key_and_no_wrong_address() {
     };
     for (method, path, key, is_retried, next) in [
         (Method::POST, "/bad", Some("my-key"), true, "--idempotency-key my-key"),
-        (Method::POST, "/bad", None, false, "look"),
+        (Method::POST, "/bad", None, false, "Look at the result"),
         (Method::GET, "/bad", None, true, "Try again"),
         // A second one would not find what the first one has removed.
-        (Method::DELETE, "/bad", None, false, "look"),
+        (Method::DELETE, "/bad", None, false, "Look at the result"),
         (Method::POST, "/ours", Some("my-key"), false, "--idempotency-key my-key"),
         (Method::POST, "/html", Some("my-key"), false, "Check the address"),
         (Method::GET, "/html", None, false, "Check the address"),

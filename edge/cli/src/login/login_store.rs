@@ -416,7 +416,10 @@ mod tests {
         let store = Store::new(folder.path().to_owned(), "default").unwrap();
         let refused = || {
             let failure = store.read().unwrap_err();
-            assert!(failure.exit_status == ExitStatus::LoggedOut && failure.message.contains("no file"), "{failure}");
+            assert!(
+                failure.exit_status == ExitStatus::LoggedOut && failure.message.contains("not a regular file"),
+                "{failure}"
+            );
             assert!(failure.next.is_some(), "{failure}");
         };
         fs::create_dir(store.path()).unwrap();

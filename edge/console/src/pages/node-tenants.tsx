@@ -14,6 +14,8 @@ import { COLUMNS, OWNER } from "./allocation-table.tsx";
 
 /** As many allocations of one node as are read. The API begins with the oldest: above it the present ones are read by their states. */
 const MOST_TENANTS = 2000;
+/** One page: each of them holds a GPU of the node. */
+const MOST_PRESENT = 200;
 const PRESENT: readonly Allocation["state"][] = ["provisioning", "active", "releasing", "release_failed"];
 
 export interface Tenants {
@@ -22,11 +24,11 @@ export interface Tenants {
 }
 
 async function readTenants(node_id: string): Promise<Tenants> {
-  const read = (filter: { state?: Allocation["state"] }) =>
-    newestFirst(MOST_TENANTS, (page_token) => dataOf(api.GET("/api/v1/allocations", { params: { query: { ...filter, node_id, limit: 200, ...(page_token ? { page_token } : {}) } } })));
-  const oldest = await read({});
+  const read = (most: number, filter: { state?: Allocation["state"] }) =>
+    newestFirst(most, (page_token) => dataOf(api.GET("/api/v1/allocations", { params: { query: { ...filter, node_id, limit: 200, ...(page_token ? { page_token } : {}) } } })));
+  const oldest = await read(MOST_TENANTS, {});
   if (!oldest.isPartial) return oldest;
-  const present = (await Promise.all(PRESENT.map((state) => read({ state })))).flatMap(({ items }) => items);
+  const present = (await Promise.all(PRESENT.map((state) => read(MOST_PRESENT, { state })))).flatMap(({ items }) => items);
   const ids = new Set(present.map(({ id }) => id));
   return { items: [...present, ...oldest.items.filter(({ id }) => !ids.has(id))], isPartial: true };
 }

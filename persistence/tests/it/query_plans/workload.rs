@@ -27,8 +27,8 @@ use persistence::queries::{
 use persistence::recordings::{Chunk, ChunkOwner, RecordingFilter};
 use persistence::retention::{self, MonthlyLog, remove_month};
 use persistence::{
-    Cluster, FleetHistory, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, entity_sums, table_maintenance,
-    table_sizes,
+    Cluster, FleetHistory, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, entity_sums,
+    table_maintenance, table_sizes,
 };
 use secrecy::SecretSlice;
 use sqlx::PgPool;

@@ -127,15 +127,14 @@ mod tests {
     use super::*;
     use actors::sharding::shard_of;
     use actors::shell_dependencies::Store;
-    use domain::authz::TokenRole;
-    use domain::billing_account::{BillingAccount, Holder, Request};
+    use domain::billing_account::{BillingAccount, Fact, Holder};
     use domain::money::Currency;
-    use domain::{OrgId, Principal};
+    use domain::{OrgId, PaymentId};
     use local_servers::test_database::TestDatabase;
     use persistence::Reads;
     use std::io;
     use std::sync::{Arc, Mutex};
-    use test_host::{NoEffects, PgMember, TestHost, caller};
+    use test_host::{NoEffects, PgMember, TestHost};
     use uuid::Uuid;
 
     #[derive(Clone, Default)]
@@ -181,12 +180,10 @@ mod tests {
         let mut terms: Vec<_> = member.terms().collect();
         member.drop_published();
         let host = TestHost::start(store, terms.clone(), Arc::default(), Arc::new(NoEffects)).await;
-        let (admin, id): (Principal, _) = (caller("root", TokenRole::Admin), Uuid::from_u128(7));
-        let currency = Currency::parse("EUR").unwrap();
-        let open = Request::Open { holder: Holder::Org(OrgId("acme".into())), currency: currency.clone() };
-        host.ask::<BillingAccount>(&admin, id, open).await.unwrap();
-        let adjust = Request::Adjust { amount_minor: 5, currency, reason: "r".into() };
-        host.ask::<BillingAccount>(&admin, id, adjust).await.unwrap();
+        let id = Uuid::from_u128(7);
+        let (holder, currency) = (Holder::Org(OrgId("acme".into())), Currency::parse("EUR").unwrap());
+        let deposit = Fact::Deposit { payment_id: PaymentId(Uuid::from_u128(8)), holder, currency, amount_minor: 5 };
+        host.ask::<BillingAccount>(&test_host::system(), id, deposit).await.unwrap();
 
         let mut checks = SumChecks::register(&Registry::new(), db.pool.clone()).unwrap();
         assert!(checks.are_due(), "as a member starts");

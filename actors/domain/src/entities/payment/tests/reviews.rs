@@ -56,7 +56,7 @@ fn operator_ends_a_review_that_no_event_reported_once_and_another_decision_is_re
 }
 
 #[test]
-fn decision_that_is_repeated_after_other_money_came_under_review_is_not_about_that_money() {
+fn repeated_decision_is_not_about_other_money_that_is_under_review_by_then() {
     for (decide, other) in
         [(settle_of as fn(&str) -> Request, dismiss_of as fn(&str) -> Request), (dismiss_of, settle_of)]
     {
