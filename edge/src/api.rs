@@ -61,9 +61,8 @@ use crate::limits::rate_limit::RateLimitGroup;
 use axum::routing::get;
 use axum::{Extension, Router};
 use deprecation::{DEPRECATIONS, Deprecation};
-use routing::{Access, RouteKind, Routes, Row};
+use routing::{Access, RouteKind, Routes, Row, RowDescriptions};
 use std::time::Duration;
-use utoipa::openapi::OpenApi;
 use utoipa_axum::routes;
 
 /// The timeout of a request, up to the head of its response: a command, the saga's first reply to it, and some reads.
@@ -78,12 +77,12 @@ pub fn router(app: AppState) -> Router {
     served(routes(), app)
 }
 
-fn served((router, api): (Router<AppState>, OpenApi), app: AppState) -> Router {
+fn served((router, descriptions): (Router<AppState>, RowDescriptions), app: AppState) -> Router {
     let scope_settings = app.scope_settings(Service { name: "api", shows_route: false });
     #[cfg(feature = "console")]
     let router = router.merge(console_files::router());
     let router = router
-        .layer(Extension(document::Document::of(&api, &app)))
+        .layer(Extension(document::Document::of(descriptions, &app)))
         .layer(Extension(access_token::FailedAttempts::default()))
         .layer(Extension(capacity::CapacityCache::default()))
         .layer(Extension(alert::AlertCache::default()))
@@ -133,12 +132,12 @@ macro_rules! group {
     };
 }
 
-fn routes() -> (Router<AppState>, OpenApi) {
+fn routes() -> (Router<AppState>, RowDescriptions) {
     routes_deprecating(DEPRECATIONS)
 }
 
 #[rustfmt::skip]
-fn routes_deprecating(deprecations: &'static [Deprecation]) -> (Router<AppState>, OpenApi) {
+fn routes_deprecating(deprecations: &'static [Deprecation]) -> (Router<AppState>, RowDescriptions) {
     route_table! {
         of deprecations;
         Anyone Get       "/api/v1/healthz"                                  => health::healthz;

@@ -11,7 +11,7 @@ pub(super) use error_responses::CODES;
 pub(super) use error_responses::error_responses;
 pub(super) use shared_parts::share_parts;
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use axum::Extension;
 use axum::body::Bytes;
@@ -21,34 +21,41 @@ use utoipa::openapi::security::{ClientCredentials, Flow, OAuth2, OpenIdConnect, 
 use utoipa::openapi::{OpenApi, Server};
 
 use super::browser_page::{PAGE_STYLES, page_with_styles};
+use super::routing::RowDescriptions;
 use crate::app_state::AppState;
 use crate::http::error::ApiError;
 
-/// The description as this installation serves it, serialized once.
+/// The description as this installation serves it, made and serialized for the first request.
 #[derive(Clone)]
-pub(super) struct Document(Bytes);
+pub(super) struct Document(Arc<LazyLock<Bytes, Box<dyn FnOnce() -> Bytes + Send>>>);
 
 impl Document {
-    pub(super) fn of(api: &OpenApi, app: &AppState) -> Self {
-        let mut api = api.clone();
-        let public_url = app.addresses.public_url.trim_end_matches('/');
-        api.servers = Some(vec![Server::new(public_url)]);
-        let issuer = app.authenticator.issuer().trim_end_matches('/');
-        let provider = OpenIdConnect::with_description(
-            format!("{issuer}/.well-known/openid-configuration"),
-            "Where access tokens come from: the token URL is in the provider's discovery document.".to_owned(),
-        );
-        let token_url = format!("{public_url}/api/v1/service-accounts/token");
-        let client = OAuth2::with_description(
-            [Flow::ClientCredentials(ClientCredentials::new(token_url, Scopes::new()))],
-            "How a program gets its token: a service account's id and key.",
-        );
-        let components = api.components.get_or_insert_default();
-        components.add_security_scheme(PROVIDER, SecurityScheme::OpenIdConnect(provider));
-        components.add_security_scheme(SERVICE_ACCOUNT, SecurityScheme::OAuth2(client));
-        share_parts(&mut api);
-        Self(serde_json::to_vec(&api).unwrap_or_default().into())
+    pub(super) fn of(descriptions: RowDescriptions, app: &AppState) -> Self {
+        let public_url = app.addresses.public_url.trim_end_matches('/').to_owned();
+        let issuer = app.authenticator.issuer().trim_end_matches('/').to_owned();
+        Self(Arc::new(LazyLock::new(Box::new(move || {
+            let api = with_addresses(descriptions.complete(), &public_url, &issuer);
+            serde_json::to_vec(&api).unwrap_or_default().into()
+        }))))
     }
+}
+
+fn with_addresses(mut api: OpenApi, public_url: &str, issuer: &str) -> OpenApi {
+    api.servers = Some(vec![Server::new(public_url)]);
+    let provider = OpenIdConnect::with_description(
+        format!("{issuer}/.well-known/openid-configuration"),
+        "Where access tokens come from: the token URL is in the provider's discovery document.".to_owned(),
+    );
+    let token_url = format!("{public_url}/api/v1/service-accounts/token");
+    let client = OAuth2::with_description(
+        [Flow::ClientCredentials(ClientCredentials::new(token_url, Scopes::new()))],
+        "How a program gets its token: a service account's id and key.",
+    );
+    let components = api.components.get_or_insert_default();
+    components.add_security_scheme(PROVIDER, SecurityScheme::OpenIdConnect(provider));
+    components.add_security_scheme(SERVICE_ACCOUNT, SecurityScheme::OAuth2(client));
+    share_parts(&mut api);
+    api
 }
 
 /// The security schemes that name the sources of access tokens.
@@ -66,7 +73,7 @@ pub(super) const SERVICE_ACCOUNT: &str = "client_credentials";
     ),
 )]
 pub(super) async fn openapi(Extension(Document(text)): Extension<Document>) -> ([(HeaderName, HeaderValue); 1], Bytes) {
-    ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text)
+    ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], Bytes::clone(&text))
 }
 
 /// The page is the API reference viewer's (Scalar), with all requests to other hosts switched off. The viewer mounts itself on the element

@@ -187,8 +187,11 @@ impl Routes {
     }
 
     /// The router and its description. Health checks are answered however loaded the other routes are.
-    pub(super) fn finish(mut self, timeout: RequestTimeout, concurrency: Concurrency) -> (Router<AppState>, OpenApi) {
-        add_common_parts(&mut self.api);
+    pub(super) fn finish(
+        self,
+        timeout: RequestTimeout,
+        concurrency: Concurrency,
+    ) -> (Router<AppState>, RowDescriptions) {
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
         let long =
             bounded(self.long, RequestTimeout(LONG_READ_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_LONG_READS));
@@ -198,7 +201,20 @@ impl Routes {
             form_credentials,
             BodyAdmission::new(BodyAdmissionLimits::of_bodies_up_to(MAX_CREDENTIALS_BYTES)),
         );
-        (open.merge(long).merge(form_credentials).merge(bounded(self.guarded, timeout, concurrency)), self.api)
+        let router = open.merge(long).merge(form_credentials).merge(bounded(self.guarded, timeout, concurrency));
+        (router, RowDescriptions(self.api))
+    }
+}
+
+/// The description as the rows have it. The parts that all operations have in common are added when the description is read: they take half
+/// of the time in which a router is made.
+pub(super) struct RowDescriptions(OpenApi);
+
+impl RowDescriptions {
+    pub(super) fn complete(self) -> OpenApi {
+        let Self(mut api) = self;
+        add_common_parts(&mut api);
+        api
     }
 }
 

@@ -11,12 +11,12 @@ use std::fmt::Write as _;
 
 /// The description with every part at its operation.
 pub(super) fn document() -> Value {
-    serde_json::to_value(routes().1).unwrap()
+    serde_json::to_value(routes().1.complete()).unwrap()
 }
 
 /// The description as it is served, but for what depends on the installation.
 fn published() -> Value {
-    let mut api = routes().1;
+    let mut api = routes().1.complete();
     share_parts(&mut api);
     serde_json::to_value(api).unwrap()
 }

@@ -35,7 +35,7 @@ const EXAMPLES: &[Deprecation] = &[
 ];
 
 fn described(table: &'static [Deprecation]) -> Value {
-    serde_json::to_value(routes_deprecating(table).1).unwrap()
+    serde_json::to_value(routes_deprecating(table).1.complete()).unwrap()
 }
 
 /// What is wrong with the rows of a table.
