@@ -1,5 +1,7 @@
 //! Tests of the whole service, as its users, operators and nodes use it: real processes, Postgres and NATS, agents over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
+// A benchmark has two modules of the tests, and is a module here itself.
+#![allow(clippy::duplicate_mod)]
 
 mod agent_package;
 mod agent_restart;
@@ -10,6 +12,7 @@ mod api_docs_page;
 mod audit_log;
 mod backup;
 mod bench_comparison;
+mod benchmarks;
 mod billing;
 mod billing_chaos;
 mod billing_faults;

@@ -6,7 +6,7 @@ use actors::{CommandContext, Host, sharding};
 use anyhow::{Context, ensure};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::billing_account::{BillingAccount, Fact, Holder, MeterRun, UsageMeter, Window};
+use domain::billing_account::{BillingAccount, Fact, Holder, HolderPlan, MeterRun, UsageMeter, Window};
 use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{HourlyRate, MicroAmount, Price};
@@ -237,6 +237,7 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
         BillingAccount {
             id: BillingAccountId(Uuid::new_v4()),
             holder: Holder::User(Uuid::new_v4().to_string().into()),
+            plan: HolderPlan::default(),
             currency: price.currency.clone(),
             balance,
             credit_left: MicroAmount::ZERO,

@@ -1,6 +1,6 @@
 //! What a measurement needs of a browser beyond what tests do.
 
-use crate::browser::Browser;
+use super::browser::Browser;
 use serde_json::json;
 
 impl Browser {

@@ -1,6 +1,6 @@
 //! The baseline: the same messages to plain subscribers with a TLS connection to NATS each, one subject, and nothing else of the protocol.
 
-use crate::websocket_subscribers::{Latencies, LatencyRecorder};
+use super::websocket_subscribers::{Latencies, LatencyRecorder};
 use anyhow::{Context, ensure};
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use rustls::ClientConfig;

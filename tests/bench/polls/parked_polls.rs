@@ -1,6 +1,6 @@
 //! Long polls of agents, each with a connection and a certificate of its own, at minimal cost.
 
-use crate::fleet::{Fleet, Identity};
+use super::fleet::{Fleet, Identity};
 use anyhow::{Context, bail, ensure};
 use axum::body::Bytes;
 use axum::http::Request;

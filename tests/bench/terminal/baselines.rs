@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio::process::{Child, Command};
 use tokio_tungstenite::client_async;
 
-use crate::shell::Shell;
+use super::shell::Shell;
 
 const STARTS_WITHIN: Duration = Duration::from_secs(10);
 

@@ -13,7 +13,7 @@ use tokio_rustls::client::TlsStream;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::Message;
 
-use crate::{OF_ONE_ALLOCATION, SKU, open, start_node};
+use super::{OF_ONE_ALLOCATION, SKU, open, start_node};
 
 /// The number of measurements of the memory, at evenly spaced counts.
 const LOOKS: usize = 5;
