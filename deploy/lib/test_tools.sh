@@ -97,15 +97,6 @@ make_processor() {
 # A foreign identity provider, for the one test that logs a user in with it.
 ensure_foreign_provider() { from_npm oidc-provider oidc-provider "the foreign identity provider"; }
 
-# The baselines of the benchmark of terminals: a terminal server from PyPI, and OpenSSH.
-ensure_terminals() {
-    local missing=()
-    [ -x /usr/sbin/sshd ] && have ssh || missing+=(openssh-server openssh-client)
-    need_python
-    [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
-    from_pypi terminado deploy/pins/terminado.txt "The benchmark of terminals needs"
-}
-
 # A clock that a test can put on and back for one process.
 ensure_faketime() {
     local library=libfaketimeMT.so.1

@@ -23,13 +23,7 @@ mod health_probes;
 mod limiter;
 #[path = "../bench/log_gateway.rs"]
 mod log_gateway;
-#[path = "../bench/notifications.rs"]
-mod notifications;
-#[path = "../bench/payment_webhook.rs"]
-mod payment_webhook;
 #[path = "../bench/polls.rs"]
 mod polls;
 #[path = "../bench/rollout.rs"]
 mod rollout;
-#[path = "../bench/terminal.rs"]
-mod terminal;

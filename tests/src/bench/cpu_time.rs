@@ -6,21 +6,6 @@ use std::time::Duration;
 /// A tick of `/proc/PID/stat` (USER_HZ, which Linux fixes at 100 for all programs).
 const TICK: Duration = Duration::from_millis(10);
 
-/// The result of `it`, and the CPU milliseconds of these processes per megabyte.
-///
-/// # Errors
-/// If a process has ended, or that of `it`.
-pub async fn per_megabyte<T>(
-    pids: &[u32],
-    bytes: u64,
-    it: impl Future<Output = anyhow::Result<T>>,
-) -> anyhow::Result<(T, f64)> {
-    let before = spent(pids)?;
-    let came = it.await?;
-    let spent = spent(pids)?.saturating_sub(before);
-    Ok((came, spent.as_secs_f64() * 1e3 / (bytes as f64 / 1e6)))
-}
-
 /// The CPU time that these processes have used so far.
 ///
 /// # Errors

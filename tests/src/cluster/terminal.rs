@@ -292,12 +292,6 @@ impl TerminalGateway {
 }
 
 impl Terminal {
-    /// The underlying connection.
-    #[must_use]
-    pub fn into_socket(self) -> Socket {
-        self.socket
-    }
-
     /// Sends input.
     pub async fn enter(&mut self, text: &str) {
         self.socket.send(Message::Binary(text.as_bytes().to_vec().into())).await.expect("the terminal takes input");
