@@ -39,12 +39,8 @@ pub use soak::Soak;
 
 /// The bound of nodes under update at once.
 pub const MAX_UNAVAILABLE: u32 = 200;
-/// The bound of canaries.
-pub const MAX_CANARIES: u32 = 200;
 /// The bound of nodes that are selected by their ids.
 pub const MAX_NODE_IDS: usize = 500;
-/// The longest soak, in seconds: a week.
-pub const MAX_SOAK_SECONDS: u32 = 604_800;
 /// The bound of nodes in one page.
 pub const PAGE: usize = 100;
 /// The bound of failed nodes that are named, and of skipped ones.
