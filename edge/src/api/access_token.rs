@@ -2,12 +2,14 @@
 //!
 //! Errors use the service's own envelope; `details.error` has the code of the RFC (section 5.2).
 
+use actors::gcra_table::RateCells;
 use axum::extract::{ConnectInfo, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::{Extension, Json};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::TimeDelta;
+use domain::gcra::WINDOW;
 use domain::policy::PolicyKey;
 use domain::service_account::ServiceAccount;
 use domain::{ServiceAccountId, ServiceAccountKeyId};
@@ -15,7 +17,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
@@ -25,29 +27,23 @@ use crate::auth::signed_tokens::service_account::ServiceTokens;
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::Form;
-use crate::limits::rate_limit::LimitedRoute;
-use crate::limits::rate_limit::token_bucket::{Rate, TokenBuckets};
+use crate::limits::rate_limit::{LimitedRoute, cell_of};
 use crate::tls::Peer;
-use crate::tls::client_network::network_of;
 
 const BASIC: &str = "Basic realm=\"gpuaas\"";
 
-/// Limits on failed attempts: a secret of 256 bits cannot be guessed, but attempts fill the log. A correct secret is never limited.
-const PER_ACCOUNT: Rate = Rate { burst: 10, interval: Duration::from_secs(6) };
-const PER_ADDRESS: Rate = Rate { burst: 60, interval: Duration::from_secs(1) };
+/// Failed attempts a minute: a secret of 256 bits cannot be guessed, but attempts fill the log. A correct secret is never limited.
+const PER_ACCOUNT: u32 = 10;
+const PER_ADDRESS: u32 = 60;
 const MAX_TRACKED: usize = 16_384;
 
 /// The recent failed attempts, by account and by network address.
 #[derive(Clone)]
-pub(super) struct FailedAttempts(Arc<(TokenBuckets<Uuid>, TokenBuckets<IpAddr>)>);
+pub(super) struct FailedAttempts(Arc<(RateCells, RateCells)>);
 
 impl Default for FailedAttempts {
     fn default() -> Self {
-        let now = Instant::now();
-        Self(Arc::new((
-            TokenBuckets::new(PER_ACCOUNT, MAX_TRACKED, now),
-            TokenBuckets::new(PER_ADDRESS, MAX_TRACKED, now),
-        )))
+        Self(Arc::new((RateCells::with_capacity(MAX_TRACKED), RateCells::with_capacity(MAX_TRACKED))))
     }
 }
 
@@ -56,19 +52,19 @@ impl FailedAttempts {
     fn record(&self, account: Option<Uuid>, address: IpAddr, refused: ApiError) -> ApiError {
         let now = Instant::now();
         let (accounts, addresses) = &*self.0;
-        let by_address = addresses.take(network_of(address), now);
-        let by_account = account.map_or(Ok(()), |account| accounts.take(account, now));
-        let (wait, rate) = match (by_account, by_address) {
-            (Ok(()), Ok(())) => return refused,
-            (Err(wait), _) => (wait, PER_ACCOUNT),
-            (_, Err(wait)) => (wait, PER_ADDRESS),
+        let by_address = addresses.take_or_share(cell_of(address), PER_ADDRESS, now);
+        let by_account = account.map(|account| accounts.take_or_share(account, PER_ACCOUNT, now));
+        let (wait, limit) = match (by_account, by_address) {
+            (Some(decision), _) if !decision.admitted => (decision.retry_after, PER_ACCOUNT),
+            (_, decision) if !decision.admitted => (decision.retry_after, PER_ADDRESS),
+            _ => return refused,
         };
         let message = "Too many attempts with a wrong `client_id` or `client_secret`; correct them, then try again after Retry-After.";
         ApiError::new(Code::RateLimited, message)
             .retry_after(wait)
             .detail("error", "invalid_client")
-            .detail("limit", rate.burst)
-            .detail("window_seconds", (rate.interval * rate.burst).as_secs())
+            .detail("limit", limit)
+            .detail("window_seconds", WINDOW.as_secs())
             .detail("retry_after_seconds", wait.as_secs() + 1)
     }
 }
@@ -229,4 +225,24 @@ fn unauthenticated(by_header: bool, why: &'static str) -> ApiError {
 
 fn malformed(error: &'static str, message: &'static str) -> ApiError {
     ApiError::invalid_request(message).detail("error", error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_attempts_over_the_limit_of_an_account_or_an_address_are_refused() {
+        let failures = FailedAttempts::default();
+        let is_limited = |account: u128, address: &str| {
+            let refused = unauthenticated(false, "a test");
+            let answer = failures.record(Some(Uuid::from_u128(account)), address.parse().unwrap(), refused);
+            matches!(answer.code(), Code::RateLimited)
+        };
+        let over = (0..30).filter(|n| is_limited(1, &format!("192.0.2.{n}"))).count();
+        assert_eq!(over, 20, "an account has ten a minute, whatever the addresses");
+        assert!(!is_limited(2, "192.0.2.0"), "another account has its own");
+        let over = (0..90).filter(|n| is_limited(1000 + n, "198.51.100.1")).count();
+        assert_eq!(over, 30, "an address has sixty a minute, whatever the accounts");
+    }
 }

@@ -6,9 +6,9 @@
 
 mod address;
 mod node;
-pub(crate) mod token_bucket;
 
 pub use address::AddressLimit;
+pub(crate) use address::cell_of;
 pub use node::NodeLimit;
 
 use actors::Directory;

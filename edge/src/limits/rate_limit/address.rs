@@ -56,8 +56,8 @@ impl AddressLimit {
     }
 }
 
-/// A cell for each network.
-fn cell_of(address: IpAddr) -> Uuid {
+/// The id of the cell of an address: each network has one.
+pub(crate) fn cell_of(address: IpAddr) -> Uuid {
     Uuid::from_u128(match network_of(address) {
         IpAddr::V4(address) => address.to_ipv6_mapped().to_bits(),
         IpAddr::V6(address) => address.to_bits(),
