@@ -150,16 +150,7 @@ pub(crate) fn worker() -> Principal {
 }
 
 pub(crate) fn user(user_id: &str, roles: &[TokenRole]) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: roles.iter().copied().collect(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(user_id, roles.iter().copied()))
 }
 
 /// A command by a worker, good until `deadline`.

@@ -102,14 +102,5 @@ pub fn system() -> Principal {
 /// A user or an administrator, as a token names them.
 #[must_use]
 pub fn caller(user_id: &str, role: TokenRole) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: [role].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(user_id, [role]))
 }

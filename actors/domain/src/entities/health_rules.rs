@@ -205,14 +205,9 @@ mod tests {
     fn decide(state: Option<&HealthRules>, command: Command) -> Result<Transition<HealthRules>, Rejection> {
         let (policy, by) = (PolicyBook::default(), Principal::system("an operator"));
         let ctx = TransitionContext {
-            now: Timestamp::UNIX_EPOCH,
-            policy: &policy,
-            by: &by,
-            correlation_id: "c",
-            trace: state_machine::TraceContext::default(),
-            seed: 1,
             id: Uuid::from_u128(9),
             version: 0,
+            ..TransitionContext::in_test(Timestamp::UNIX_EPOCH, &policy, &by)
         };
         HealthRules::decide(state, command, &ctx)
     }

@@ -143,14 +143,9 @@ mod tests {
     fn decide(state: Option<&RestartRecord>, command: Command) -> Result<Transition<RestartRecord>, Rejection> {
         let (policy, by) = (PolicyBook::default(), Principal::system("an operator"));
         let ctx = TransitionContext {
-            now: Timestamp::UNIX_EPOCH,
-            policy: &policy,
-            by: &by,
-            correlation_id: "c",
-            trace: state_machine::TraceContext::default(),
-            seed: 1,
             id: RECORD,
             version: 0,
+            ..TransitionContext::in_test(Timestamp::UNIX_EPOCH, &policy, &by)
         };
         RestartRecord::decide(state, command, &ctx)
     }

@@ -176,30 +176,12 @@ mod tests {
         version: i64,
     ) -> Result<Transition<RoleBindings>, Rejection> {
         let policy = PolicyBook::default();
-        let by = Principal::Caller(CallerIdentity {
-            user_id: "root".into(),
-            roles: [TokenRole::Admin].into(),
-            org_id: None,
-            project_id: None,
-            plan: None,
-            grant: None,
-            service_account: None,
-            browser_session: None,
-        });
+        let by = Principal::Caller(CallerIdentity::new("root", [TokenRole::Admin]));
         let (now, id, seed) = (Timestamp::UNIX_EPOCH, Uuid::from_u128(5), version.cast_unsigned().into());
         RoleBindings::decide(
             state,
             command,
-            &TransitionContext {
-                now,
-                policy: &policy,
-                by: &by,
-                correlation_id: "c",
-                seed,
-                id,
-                version,
-                trace: crate::state_machine::TraceContext::default(),
-            },
+            &TransitionContext { seed, id, version, ..TransitionContext::in_test(now, &policy, &by) },
         )
     }
 

@@ -69,6 +69,22 @@ pub struct CallerIdentity {
     pub browser_session: Option<BrowserSessionId>,
 }
 
+impl CallerIdentity {
+    /// A person with these roles of the token, of no organization and without a platform role.
+    pub fn new(user_id: impl Into<UserId>, roles: impl IntoIterator<Item = TokenRole>) -> Self {
+        Self {
+            user_id: user_id.into(),
+            roles: roles.into_iter().collect(),
+            org_id: None,
+            project_id: None,
+            plan: None,
+            grant: None,
+            service_account: None,
+            browser_session: None,
+        }
+    }
+}
+
 /// The user to whom something belongs, with the scopes of their token in which its policies are resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceOwner {
@@ -361,14 +377,8 @@ mod tests {
     fn caller(roles: &[TokenRole], platform: &[PlatformRole]) -> Principal {
         let precondition = Precondition { entity: Uuid::from_u128(1), version: 3 };
         Principal::Caller(CallerIdentity {
-            user_id: "u".into(),
-            roles: roles.iter().copied().collect(),
-            org_id: None,
-            project_id: None,
-            plan: None,
             grant: Some(Grant { roles: platform.iter().copied().collect(), from: precondition }),
-            service_account: None,
-            browser_session: None,
+            ..CallerIdentity::new("u", roles.iter().copied())
         })
     }
 

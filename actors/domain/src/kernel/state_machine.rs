@@ -224,6 +224,15 @@ impl RequestOrigin {
     }
 }
 
+#[cfg(test)]
+impl<'a> TransitionContext<'a> {
+    /// The context of a decision in a test: outside of any trace, of an entity with the nil id at version 1.
+    pub(crate) fn in_test(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Self {
+        let (correlation_id, trace) = ("c", TraceContext::default());
+        Self { now, policy, by, correlation_id, trace, seed: 1, id: Uuid::nil(), version: 1 }
+    }
+}
+
 impl TransitionContext<'_> {
     /// The request that caused this command.
     #[must_use]
@@ -354,14 +363,9 @@ mod tests {
         let policy = PolicyBook::default();
         let by = Principal::system("test");
         let ctx = TransitionContext {
-            now: Timestamp::UNIX_EPOCH,
-            policy: &policy,
-            by: &by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
             seed: 7,
-            id: Uuid::nil(),
             version: 0,
+            ..TransitionContext::in_test(Timestamp::UNIX_EPOCH, &policy, &by)
         };
         let ids: BTreeSet<_> = (0..1000).map(|n| ctx.new_id(n)).collect();
         assert_eq!(ids.len(), 1000);

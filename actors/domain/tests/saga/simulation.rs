@@ -75,16 +75,7 @@ pub(crate) fn admin() -> Principal {
 }
 
 fn person(user_id: &UserId, role: TokenRole) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: user_id.clone(),
-        roles: [role].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(user_id.clone(), [role]))
 }
 
 fn pick<K: Copy + Ord, V>(map: &BTreeMap<K, V>, which: u8) -> Option<K> {

@@ -107,16 +107,7 @@ async fn enrollment_token_is_shown_once_and_not_stored() {
 }
 
 fn root_caller() -> domain::authz::CallerIdentity {
-    domain::authz::CallerIdentity {
-        user_id: "root".into(),
-        roles: [domain::authz::TokenRole::Admin].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    }
+    domain::authz::CallerIdentity::new("root", [domain::authz::TokenRole::Admin])
 }
 
 /// The health of an agent that reports these findings: probe, code and GPU.

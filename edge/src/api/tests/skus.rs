@@ -233,14 +233,8 @@ async fn command_in_a_role_is_not_committed_after_its_revocation() {
     let row = api.app.reads.entity(EntityRef { kind: EntityKind::Bindings, id: bindings }).await.unwrap().unwrap();
     let grant = serde_json::from_str::<RoleBindings>(&row.body).unwrap().grant(bindings, row.version);
     let ann = Principal::Caller(domain::authz::CallerIdentity {
-        user_id: "ann".into(),
-        roles: [domain::authz::TokenRole::User].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
         grant: Some(grant),
-        service_account: None,
-        browser_session: None,
+        ..domain::authz::CallerIdentity::new("ann", [domain::authz::TokenRole::User])
     });
     let late = |version| {
         let seen = ApprovalContext { version, in_use: SkuUsage::default(), first: None };

@@ -106,14 +106,9 @@ async fn connect(api: &ApiHarness, gateway: SocketAddr, session: Uuid, token: &s
 /// Ann, by the browser session.
 fn ann_by(login: Uuid) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: "ann".into(),
-        roles: [TokenRole::User].into(),
         org_id: Some("acme".into()),
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
         browser_session: Some(BrowserSessionId(login)),
+        ..CallerIdentity::new("ann", [TokenRole::User])
     })
 }
 

@@ -24,16 +24,7 @@ fn start() -> Timestamp {
 }
 
 fn person(user_id: &str, role: TokenRole) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: [role].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(user_id, [role]))
 }
 
 fn ann() -> Principal {
@@ -119,16 +110,7 @@ struct Story {
 }
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
-    TransitionContext {
-        now,
-        policy,
-        by,
-        correlation_id: "c",
-        trace: crate::state_machine::TraceContext::default(),
-        seed: 7,
-        id: Uuid::from_u128(0x1),
-        version: 1,
-    }
+    TransitionContext { seed: 7, id: Uuid::from_u128(0x1), ..TransitionContext::in_test(now, policy, by) }
 }
 
 fn asked_for(request: AllocationRequest) -> Story {

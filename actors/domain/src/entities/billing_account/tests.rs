@@ -16,7 +16,6 @@ use crate::invariants::i3_the_balance_is_the_sum_of_its_entries;
 use crate::ledger::{LedgerAccount, Posting};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use crate::state_machine::Command as _;
-use crate::state_machine::TraceContext;
 use chrono::TimeDelta;
 use std::collections::BTreeSet;
 use uuid::Uuid;
@@ -66,14 +65,9 @@ impl Bench {
     fn send(&mut self, command: impl Into<Command>) -> Result<(), Rejection> {
         let by = Principal::system("test");
         let ctx = TransitionContext {
-            now: self.now,
-            policy: &self.policy,
-            by: &by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
             seed: 7,
             id: Uuid::from_u128(9),
-            version: 1,
+            ..TransitionContext::in_test(self.now, &self.policy, &by)
         };
         let step = BillingAccount::decide(self.account.as_ref(), command.into(), &ctx)?;
         if step.next.is_none() {

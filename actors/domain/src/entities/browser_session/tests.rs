@@ -6,14 +6,8 @@ use uuid::Uuid;
 
 fn person(user_id: &str, roles: &[TokenRole]) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: roles.iter().copied().collect(),
         org_id: Some("acme".into()),
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
+        ..CallerIdentity::new(user_id, roles.iter().copied())
     })
 }
 
@@ -48,16 +42,7 @@ fn decide_under(
 ) -> Result<Transition<BrowserSession>, Rejection> {
     let command = command.into();
     assert!(authorize(by, command.action()).is_ok(), "{by} may not {command:?}");
-    let ctx = TransitionContext {
-        now,
-        policy,
-        by,
-        correlation_id: "c",
-        trace: crate::state_machine::TraceContext::default(),
-        seed: 1,
-        id: Uuid::from_u128(7),
-        version: 1,
-    };
+    let ctx = TransitionContext { id: Uuid::from_u128(7), ..TransitionContext::in_test(now, policy, by) };
     BrowserSession::decide(state, command, &ctx)
 }
 

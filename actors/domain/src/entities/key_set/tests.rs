@@ -1,7 +1,6 @@
 use super::*;
 use crate::authz::Principal;
 use crate::policy::{PolicyBook, ValueBounds};
-use crate::state_machine::TraceContext;
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use uuid::Uuid;
@@ -16,11 +15,11 @@ fn decide(
     now: Timestamp,
 ) -> Result<Transition<KeySet>, Rejection> {
     let (policy, by) = (PolicyBook::default(), Principal::system("test"));
-    let (id, trace) = (Uuid::from_u128(5), TraceContext::default());
+    let id = Uuid::from_u128(5);
     KeySet::decide(
         state,
         command.into(),
-        &TransitionContext { now, policy: &policy, by: &by, correlation_id: "c", trace, seed: 1, id, version: 0 },
+        &TransitionContext { id, version: 0, ..TransitionContext::in_test(now, &policy, &by) },
     )
 }
 

@@ -53,16 +53,7 @@ fn start() -> Timestamp {
 }
 
 fn admin() -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: "root".into(),
-        roles: [TokenRole::Admin].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new("root", [TokenRole::Admin]))
 }
 
 fn agent() -> Principal {
@@ -221,16 +212,7 @@ struct Story {
 }
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
-    TransitionContext {
-        now,
-        policy,
-        by,
-        correlation_id: "c",
-        trace: crate::state_machine::TraceContext::default(),
-        seed: 7,
-        id: NODE.0,
-        version: 3,
-    }
+    TransitionContext { seed: 7, id: NODE.0, version: 3, ..TransitionContext::in_test(now, policy, by) }
 }
 
 fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {

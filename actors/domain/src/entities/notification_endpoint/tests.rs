@@ -4,7 +4,6 @@ use super::*;
 use crate::authz::TokenRole;
 use crate::id::OrgId;
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
-use crate::state_machine::TraceContext;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -20,14 +19,8 @@ fn worker() -> Principal {
 
 fn person(user_id: &str, org_id: Option<&str>) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: [TokenRole::User].into(),
         org_id: org_id.map(OrgId::from),
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
+        ..CallerIdentity::new(user_id, [TokenRole::User])
     })
 }
 
@@ -88,14 +81,10 @@ impl Story {
         command: impl Into<Command>,
     ) -> Result<Transition<NotificationEndpoint>, Rejection> {
         let ctx = TransitionContext {
-            now: self.now,
-            policy: &self.policy,
-            by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
             seed: u128::from(self.version.unsigned_abs()) * 77,
             id: ID,
             version: self.version,
+            ..TransitionContext::in_test(self.now, &self.policy, by)
         };
         let step = NotificationEndpoint::decide(self.endpoint.as_ref(), command.into(), &ctx)?;
         if let Some(next) = &step.next {

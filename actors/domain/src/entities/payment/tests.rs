@@ -19,7 +19,7 @@ use crate::invariants;
 use crate::ledger::{Posting, PostingKind};
 use crate::money::{MicroAmount, Price};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
-use crate::state_machine::{Command as _, TraceContext};
+use crate::state_machine::Command as _;
 use std::fmt::Write as _;
 use uuid::Uuid;
 
@@ -32,16 +32,7 @@ fn ann() -> Principal {
 }
 
 fn user(id: &str) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: id.into(),
-        roles: [TokenRole::User].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(id, [TokenRole::User]))
 }
 
 fn payment_id(n: u128) -> PaymentId {
@@ -103,16 +94,7 @@ impl PaymentHarness {
     }
 
     fn ctx<'a>(&'a self, by: &'a Principal, id: Uuid) -> TransitionContext<'a> {
-        TransitionContext {
-            now: self.now,
-            policy: &self.policy,
-            by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
-            seed: 7,
-            id,
-            version: 1,
-        }
+        TransitionContext { seed: 7, id, ..TransitionContext::in_test(self.now, &self.policy, by) }
     }
 
     fn ask(&mut self, by: &Principal, id: PaymentId, command: impl Into<Command>) -> Result<(), Rejection> {

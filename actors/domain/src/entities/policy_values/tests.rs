@@ -38,14 +38,9 @@ fn ask(
 ) -> Result<Transition<ScopeValues>, Rejection> {
     let by = Principal::system("test");
     let ctx = TransitionContext {
-        now: at(now),
-        policy,
-        by: &by,
-        correlation_id: "c",
         seed: now.unsigned_abs().into(),
         id: Uuid::from_u128(1),
-        version: 1,
-        trace: crate::state_machine::TraceContext::default(),
+        ..TransitionContext::in_test(at(now), policy, &by)
     };
     ScopeValues::decide(state, command, &ctx)
 }

@@ -4,7 +4,7 @@
 use super::*;
 use crate::authz::{CallerIdentity, PlatformRole, Principal, TokenRole};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
-use crate::state_machine::{Command as _, TraceContext};
+use crate::state_machine::Command as _;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -49,17 +49,11 @@ fn worker() -> Principal {
 
 fn operator() -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: "ann".into(),
-        roles: [TokenRole::User].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
         grant: Some(crate::authz::Grant {
             roles: [PlatformRole::BillingOperations].into(),
             from: crate::precondition::Precondition { entity: ID, version: 1 },
         }),
-        service_account: None,
-        browser_session: None,
+        ..CallerIdentity::new("ann", [TokenRole::User])
     })
 }
 
@@ -98,16 +92,7 @@ impl Story {
     fn ask(&self, command: impl Into<Command>) -> Result<Transition<ProcessorEvent>, Rejection> {
         let command = command.into();
         let by = if command.action() == Action::Advance { worker() } else { operator() };
-        let ctx = TransitionContext {
-            now: self.now,
-            policy: &self.policy,
-            by: &by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
-            seed: 1,
-            id: ID,
-            version: 0,
-        };
+        let ctx = TransitionContext { id: ID, version: 0, ..TransitionContext::in_test(self.now, &self.policy, &by) };
         ProcessorEvent::decide(self.event.as_ref(), command, &ctx)
     }
 

@@ -37,16 +37,7 @@ fn soaking_order(canary: u32, max_unavailable: u32, soak_seconds: u32) -> Reques
 
 fn decide_at(now: Timestamp, state: Option<&Rollout>, command: Command) -> Result<Transition<Rollout>, Rejection> {
     let (policy, by) = (PolicyBook::default(), Principal::system("an administrator"));
-    let ctx = TransitionContext {
-        now,
-        policy: &policy,
-        by: &by,
-        correlation_id: "c",
-        trace: state_machine::TraceContext::default(),
-        seed: 1,
-        id: ROLLOUT.0,
-        version: 0,
-    };
+    let ctx = TransitionContext { id: ROLLOUT.0, version: 0, ..TransitionContext::in_test(now, &policy, &by) };
     Rollout::decide(state, command, &ctx)
 }
 
@@ -254,16 +245,8 @@ fn one_rollout_at_a_time_has_not_ended() {
     assert_eq!(first.rollout.claims().len(), 1);
     let holders = [(CLAIM.to_owned(), ROLLOUT.0)].into();
     let (policy, by) = (PolicyBook::default(), Principal::system("an administrator"));
-    let ctx = TransitionContext {
-        now: start(),
-        policy: &policy,
-        by: &by,
-        correlation_id: "c",
-        trace: state_machine::TraceContext::default(),
-        seed: 1,
-        id: Uuid::from_u128(0xC),
-        version: 0,
-    };
+    let ctx =
+        TransitionContext { id: Uuid::from_u128(0xC), version: 0, ..TransitionContext::in_test(start(), &policy, &by) };
     let refused = Rollout::decide_without(None, order(1, 1).into(), &holders, &ctx).err().unwrap();
     assert_eq!(refused, Rejection::OtherUnfinished { rollout_id: ROLLOUT });
     assert!(refused.explain().message.contains("abort it"));

@@ -7,14 +7,9 @@ use uuid::Uuid;
 
 fn person(user_id: &str, roles: &[TokenRole]) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: roles.iter().copied().collect(),
         org_id: Some("acme".into()),
-        project_id: None,
         plan: Some("gold".into()),
-        grant: None,
-        service_account: None,
-        browser_session: None,
+        ..CallerIdentity::new(user_id, roles.iter().copied())
     })
 }
 
@@ -26,14 +21,9 @@ fn decide_by(
 ) -> Result<Transition<ServiceAccount>, Rejection> {
     let policy = PolicyBook::default();
     let ctx = TransitionContext {
-        now: Timestamp::UNIX_EPOCH,
-        policy: &policy,
-        by,
-        correlation_id: "c",
-        trace: crate::state_machine::TraceContext::default(),
         seed,
         id: Uuid::from_u128(7),
-        version: 1,
+        ..TransitionContext::in_test(Timestamp::UNIX_EPOCH, &policy, by)
     };
     ServiceAccount::decide(state, command, &ctx)
 }

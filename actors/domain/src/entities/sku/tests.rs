@@ -23,16 +23,7 @@ fn grant(roles: &[PlatformRole]) -> Grant {
 }
 
 fn person(name: &str, roles: &[PlatformRole]) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: name.into(),
-        roles: [TokenRole::Admin].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: Some(grant(roles)),
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity { grant: Some(grant(roles)), ..CallerIdentity::new(name, [TokenRole::Admin]) })
 }
 
 fn decide(state: Option<&Sku>, by: &Principal, command: Command, now: i64) -> Result<Transition<Sku>, Rejection> {
@@ -41,16 +32,7 @@ fn decide(state: Option<&Sku>, by: &Principal, command: Command, now: i64) -> Re
     Sku::decide(
         state,
         command,
-        &TransitionContext {
-            now: at(now),
-            policy: &policy,
-            by,
-            correlation_id: "c",
-            seed: 7,
-            id,
-            version: VERSION,
-            trace: crate::state_machine::TraceContext::default(),
-        },
+        &TransitionContext { seed: 7, id, version: VERSION, ..TransitionContext::in_test(at(now), &policy, by) },
     )
 }
 

@@ -70,16 +70,7 @@ mod tests {
             .unwrap();
         let by = Principal::system("test");
         let now = Timestamp::UNIX_EPOCH + TimeDelta::seconds(second);
-        let ctx = TransitionContext {
-            now,
-            policy: &policy,
-            by: &by,
-            correlation_id: "c",
-            trace: crate::state_machine::TraceContext::default(),
-            seed: 1,
-            id: Uuid::nil(),
-            version: 1,
-        };
+        let ctx = TransitionContext::in_test(now, &policy, &by);
         let there = there.iter().map(|n| id(*n)).collect();
         let scopes = QuotaScopes { org_id: None, project_id: None, plan: None };
         let command = Request::ExpectAccount { user_id: "ann".into(), account: id(account), there, scopes };

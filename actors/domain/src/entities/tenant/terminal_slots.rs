@@ -43,7 +43,7 @@ mod tests {
     use super::*;
     use crate::authz::Principal;
     use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
-    use crate::state_machine::{Machine, Timestamp, TraceContext};
+    use crate::state_machine::{Machine, Timestamp};
     use crate::tenant::Request;
     use uuid::Uuid;
 
@@ -71,16 +71,7 @@ mod tests {
         let key = PolicyKey::TerminalSessionsPerAllocation;
         policy.set(key, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(2)).unwrap();
         let by = Principal::system("test");
-        let ctx = TransitionContext {
-            now: Timestamp::UNIX_EPOCH + TimeDelta::seconds(second),
-            policy: &policy,
-            by: &by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
-            seed: 1,
-            id: Uuid::nil(),
-            version: 1,
-        };
+        let ctx = TransitionContext::in_test(Timestamp::UNIX_EPOCH + TimeDelta::seconds(second), &policy, &by);
         let id = |n: &u128| TerminalSessionId(Uuid::from_u128(*n));
         let command = Request::ExpectTerminal {
             user_id: "ann".into(),

@@ -6,16 +6,7 @@ use proptest::prelude::*;
 use uuid::Uuid;
 
 fn user(user_id: &str, role: TokenRole) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: user_id.into(),
-        roles: [role].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(user_id, [role]))
 }
 
 fn book(quota: i64) -> PolicyBook {
@@ -36,16 +27,7 @@ fn decide(
     Tenant::decide(
         state,
         command.into(),
-        &TransitionContext {
-            now,
-            policy: &policy,
-            by: &by,
-            correlation_id: "c",
-            trace: crate::state_machine::TraceContext::default(),
-            seed,
-            id,
-            version: 1,
-        },
+        &TransitionContext { seed, id, ..TransitionContext::in_test(now, &policy, &by) },
     )
 }
 
@@ -80,16 +62,7 @@ fn defaults(tenant: &Tenant) -> usize {
 }
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
-    TransitionContext {
-        now,
-        policy,
-        by,
-        correlation_id: "c",
-        seed: 1,
-        id: Uuid::nil(),
-        version: 1,
-        trace: state_machine::TraceContext::default(),
-    }
+    TransitionContext::in_test(now, policy, by)
 }
 
 #[test]

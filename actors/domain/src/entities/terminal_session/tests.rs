@@ -2,7 +2,7 @@ use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
 use crate::invariants::i4_terminal_token_admits_one_connection;
 use crate::policy::PolicyBook;
-use crate::state_machine::{Command as _, TraceContext};
+use crate::state_machine::Command as _;
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -16,16 +16,7 @@ const CUT_OFF: Fact = Fact::CutOff { node_id: None };
 const ACTIVE: Precondition = Precondition { entity: Uuid::from_u128(2), version: 4 };
 
 fn user(name: &str) -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: name.into(),
-        roles: [TokenRole::User].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-        browser_session: None,
-    })
+    Principal::Caller(CallerIdentity::new(name, [TokenRole::User]))
 }
 
 fn gateway() -> Principal {
@@ -56,14 +47,10 @@ impl Story {
 
     fn ask(&mut self, by: &Principal, command: impl Into<Command>) -> Result<Transition<TerminalSession>, Rejection> {
         let ctx = TransitionContext {
-            now: self.now,
-            policy: &self.policy,
-            by,
-            correlation_id: "c",
-            trace: TraceContext::default(),
             seed: 7,
             id: SESSION,
             version: i64::from(self.session.is_some()),
+            ..TransitionContext::in_test(self.now, &self.policy, by)
         };
         let step = TerminalSession::decide(self.session.as_ref(), command.into(), &ctx)?;
         if let Some(next) = &step.next {
