@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-pub(crate) mod captured_log;
 mod test_runtime;
 
 use crate::agent_package::AgentPackage;

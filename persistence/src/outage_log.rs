@@ -142,6 +142,7 @@ pub(crate) fn write_succeeded() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use test_host::CapturedLog;
 
     #[test]
     fn outage_has_a_line_at_its_beginning_one_a_minute_and_one_at_its_end() {
@@ -172,50 +173,30 @@ mod tests {
         assert_eq!(lines, 10);
     }
 
-    /// The lines of a log, with their fields.
-    #[derive(Clone, Default)]
-    struct Lines(std::sync::Arc<Mutex<Vec<u8>>>);
-
-    impl std::io::Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-
     #[test]
     fn worker_that_fails_in_each_of_its_rounds_has_a_line_for_each_cause_with_its_sources_and_one_at_the_end() {
-        let lines = Lines::default();
-        let writer = lines.clone();
-        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || {
-            let retries = RetryLog::new("read the deadlines");
-            let failure = |cause: &str| {
-                let source = sqlx::Error::Io(std::io::Error::other(cause.to_owned()));
-                Err::<(), _>(crate::StoreError { doing: "reading", source })
-            };
-            for _ in 0..100 {
-                assert_eq!(retries.observe(failure("the network is down")), None);
-            }
-            retries.observe(failure("the host is unknown"));
-            assert_eq!(retries.observe(Ok::<_, crate::StoreError>(7)), Some(7));
-            assert_eq!(retries.observe(Ok::<_, crate::StoreError>(8)), Some(8));
-        });
-        let lines = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
-        let lines: Vec<_> = lines.lines().collect();
-        assert_eq!(lines.len(), 3, "{lines:#?}");
-        for (line, cause) in [(0, "the network is down"), (1, "the host is unknown")] {
-            assert!(
-                lines[line].contains(" WARN ") && lines[line].contains("could not read the deadlines"),
-                "{lines:#?}"
-            );
-            assert_eq!(lines[line].matches(cause).count(), 1, "{lines:#?}");
+        let (log, logging) = CapturedLog::start();
+        let retries = RetryLog::new("read the deadlines");
+        let failure = |cause: &str| {
+            let source = sqlx::Error::Io(std::io::Error::other(cause.to_owned()));
+            Err::<(), _>(crate::StoreError { doing: "reading", source })
+        };
+        for _ in 0..100 {
+            assert_eq!(retries.observe(failure("the network is down")), None);
         }
-        assert!(lines[2].contains(" INFO ") && lines[2].contains("can read the deadlines again"), "{lines:#?}");
+        retries.observe(failure("the host is unknown"));
+        assert_eq!(retries.observe(Ok::<_, crate::StoreError>(7)), Some(7));
+        assert_eq!(retries.observe(Ok::<_, crate::StoreError>(8)), Some(8));
+        drop(logging);
+        let lines = log.lines();
+        assert_eq!(lines.len(), 3, "{lines:#?}");
+        for (line, cause) in lines.iter().zip(["the network is down", "the host is unknown"]) {
+            assert_eq!(line["level"], "WARN");
+            assert!(line.to_string().contains("could not read the deadlines"), "{line}");
+            assert_eq!(line.to_string().matches(cause).count(), 1, "{line}");
+        }
+        assert_eq!(lines[2]["level"], "INFO");
+        assert!(lines[2].to_string().contains("can read the deadlines again"), "{lines:#?}");
     }
 
     #[test]

@@ -13,8 +13,8 @@ use x509_parser::{prelude::FromDer, public_key::PublicKey, x509::SubjectPublicKe
 
 use super::{jwks::JwksSettings, *};
 use crate::http::correlation::{RequestScope, Service};
-use crate::testing::captured_log::CapturedLog;
 use crate::testing::{body_json, install_crypto};
+use test_host::CapturedLog;
 
 /// A key of the provider: what it publishes and what it signs with.
 struct Key {

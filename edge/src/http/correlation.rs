@@ -418,7 +418,7 @@ mod tests {
 
     use super::*;
     use crate::testing::body_json;
-    use crate::testing::captured_log::CapturedLog;
+    use test_host::CapturedLog;
 
     const API: Service = Service { name: "api", shows_route: false };
     const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";

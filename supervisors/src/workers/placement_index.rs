@@ -190,38 +190,20 @@ impl CapacityPublisher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Error, Write};
-    use std::sync::Mutex;
-
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> Result<usize, Error> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> Result<(), Error> {
-            Ok(())
-        }
-    }
+    use test_host::CapturedLog;
 
     #[tokio::test(start_paused = true)]
     async fn checks_that_fail_each_second_in_an_outage_log_one_line() {
         let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy("postgres://nobody@127.0.0.1:1/none").unwrap();
         pool.close().await;
         let free_gpus = FreeGpuIndex::new(&prometheus::Registry::new(), Reads::new(pool)).unwrap();
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        let logging = tracing::subscriber::set_default(subscriber);
+        let (log, logging) = CapturedLog::start();
         let outage = tokio::time::timeout(Duration::from_secs(30), check_periodically(&free_gpus, || true));
         assert!(outage.await.is_err(), "it goes on");
         drop(logging);
-        let lines = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        let warnings: Vec<_> = lines.lines().filter(|line| line.contains(" WARN ")).collect();
-        assert_eq!(warnings.len(), 1, "{lines}");
-        assert!(warnings[0].contains("could not compare the index of free GPUs with the database"), "{lines}");
+        let lines = log.messages();
+        let warnings: Vec<_> = lines.iter().filter(|(level, _)| level == "WARN").collect();
+        let [(_, warning)] = warnings[..] else { panic!("{lines:?}") };
+        assert!(warning.contains("could not compare the index of free GPUs with the database"), "{warning}");
     }
 }

@@ -165,35 +165,7 @@ mod tests {
     use persistence::recordings::{Chunk, ChunkOwner};
     use persistence::{Secrets, SnapshotSealer};
     use secrecy::SecretSlice;
-    use std::io;
-    use std::sync::Mutex;
-    use test_host::{NoEffects, PgMember, TestEnvironment, TestHost, caller};
-
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    /// The lines that are logged while `work` runs.
-    async fn lines_of(work: impl Future<Output = ()>) -> Vec<serde_json::Value> {
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
-        let logging = tracing::subscriber::set_default(subscriber);
-        work.await;
-        drop(logging);
-        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-    }
+    use test_host::{CapturedLog, NoEffects, PgMember, TestEnvironment, TestHost, caller};
 
     fn sealer() -> SnapshotSealer {
         SnapshotSealer::new(&SecretSlice::from(vec![7; 32]), None).unwrap()
@@ -237,7 +209,10 @@ mod tests {
         clock.advance(TimeDelta::days(31));
         let retention =
             RecordingRetention::new(host.directory.clone(), shared, reads, recordings.clone(), clock).unwrap();
-        let lines = lines_of(async { retention.delete_expired().await.unwrap() }).await;
+        let (log, logging) = CapturedLog::start();
+        retention.delete_expired().await.unwrap();
+        drop(logging);
+        let lines = log.lines();
         assert!(recordings.get(altered).await.unwrap().is_some());
         assert!(recordings.get(intact).await.unwrap().is_none(), "the others are deleted");
         let logged: Vec<_> =

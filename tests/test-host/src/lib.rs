@@ -7,11 +7,13 @@
 // A step of the test world that fails is a failed test: it panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
 
+mod captured_log;
 mod environment;
 mod member;
 mod memory;
 mod reported_inventory;
 
+pub use captured_log::CapturedLog;
 pub use environment::{NoEffects, NoPeers, TestEnvironment};
 pub use member::{PgMember, PgTestStore};
 pub use memory::MemoryStore;

@@ -266,7 +266,7 @@ async fn refused_login_is_a_page_for_a_browser_and_an_envelope_for_a_program() {
 async fn providers_refusal_at_the_callback_is_logged_with_its_description_and_the_setting() {
     let provider = provider().await;
     let api = ApiHarness::with_console(&provider).await;
-    let (log, _guard) = crate::testing::captured_log::CapturedLog::start();
+    let (log, _guard) = test_host::CapturedLog::start();
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;
     let back = browser.authenticate(&at, "user").await;

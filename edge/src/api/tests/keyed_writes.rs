@@ -2,11 +2,11 @@
 
 use super::billing::{adjust, metered, opened};
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome, TestRequest, TestResponse};
-use crate::testing::captured_log::CapturedLog;
 use domain::AllocationId;
 use domain::allocation::{Allocation, Fact};
 use domain::billing_account::{self, BillingAccount};
 use serde_json::json;
+use test_host::CapturedLog;
 use uuid::Uuid;
 
 /// The response, and what was sent to Postgres for it of what concerns commands or writes: a commit, or the statement's first words.

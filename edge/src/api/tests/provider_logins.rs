@@ -4,11 +4,11 @@
 use super::console_login::{Browser, SESSION, provider};
 use super::harness::ApiHarness;
 use crate::auth::TokenRules;
-use crate::testing::captured_log::CapturedLog;
 use domain::authz::TokenRole;
 use local_servers::identity::browser_login::{CONSOLE_CLIENT_ID, LoginFaults};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use test_host::CapturedLog;
 
 /// A provider's tokens, the settings for them, and the user id in them.
 struct ProviderShape {

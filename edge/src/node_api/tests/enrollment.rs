@@ -1,5 +1,5 @@
 use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
-use super::harness::{NodeApiHarness, TestResponse, logs};
+use super::harness::{NodeApiHarness, TestResponse};
 use crate::api::node::bootstrap_bundle::bootstrap_bundle;
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::NodeId;
@@ -12,6 +12,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use secrecy::SecretString;
 use serde_json::{Value, json};
+use test_host::CapturedLog;
 use uuid::Uuid;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
@@ -88,7 +89,8 @@ async fn every_token_fault_has_one_response_and_its_cause_in_the_log() {
         assert_eq!(fields, ["service", "span_id", "trace_id"], "no more than by what the operator finds it");
         messages.push(answer.body["message"].clone());
         let correlation = answer.headers["x-correlation-id"].to_str().unwrap();
-        let logged = logs().lines(&[correlation, cause, &format!("node/{node_id}"), "\"WARN\""]);
+        let logged =
+            CapturedLog::of_process().lines_with(&[correlation, cause, &format!("node/{node_id}"), "\"WARN\""]);
         assert_eq!(logged.len(), 1, "{cause}");
     }
     messages.dedup();

@@ -37,12 +37,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 use secrecy::{ExposeSecret, SecretSlice};
 use serde_json::Value;
-use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use test_host::{MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, system};
+use test_host::{CapturedLog, MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, system};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -145,7 +144,7 @@ impl NodeApiHarness {
         agent_package: AgentPackage,
     ) -> Self {
         install_crypto();
-        logs();
+        let _ = CapturedLog::of_process();
         let (polls, connections, closes) =
             (LongPolls::default(), Connections::default(), Arc::new(AtomicBool::new(true)));
         let effects =
@@ -434,7 +433,7 @@ impl NodeApiHarness {
 impl Drop for NodeApiHarness {
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            self.assert_no_token_in(&logs().text());
+            self.assert_no_token_in(&CapturedLog::of_process().text());
         }
     }
 }
@@ -485,44 +484,4 @@ impl Effects for ImmediateEffects {
             Effect::CloseNode(_) | Effect::WakeTerminal(_) | Effect::ReadPolicy | Effect::ReadKeys => {}
         }
     }
-}
-
-/// Everything that this process has logged, as an operator would read it.
-#[derive(Clone, Default)]
-pub(super) struct Logs(Arc<Mutex<Vec<u8>>>);
-
-impl Logs {
-    pub(super) fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
-    }
-
-    /// The lines that contain all of these words.
-    pub(super) fn lines(&self, words: &[&str]) -> Vec<String> {
-        self.text().lines().filter(|line| words.iter().all(|word| line.contains(word))).map(str::to_owned).collect()
-    }
-}
-
-impl Write for Logs {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-pub(super) fn logs() -> Logs {
-    static LOGS: OnceLock<Logs> = OnceLock::new();
-    LOGS.get_or_init(|| {
-        let logs = Logs::default();
-        let writer = logs.clone();
-        let subscriber = tracing_subscriber::fmt()
-            .json()
-            .with_max_level(tracing::Level::DEBUG)
-            .with_writer(move || writer.clone())
-            .finish();
-        let _ = tracing::subscriber::set_global_default(subscriber);
-        logs
-    })
-    .clone()
 }

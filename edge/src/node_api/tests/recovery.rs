@@ -1,5 +1,5 @@
 use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
-use super::harness::{NodeApiHarness, TestResponse, logs};
+use super::harness::{NodeApiHarness, TestResponse};
 use chrono::TimeDelta;
 use domain::TokenId;
 use domain::node::{Phase, Reissue, Request};
@@ -8,6 +8,7 @@ use ed25519_dalek::SigningKey;
 use reqwest::Method;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
+use test_host::CapturedLog;
 use uuid::Uuid;
 use wire::SecretToken;
 use wire::enroll::RecoverRequest;
@@ -129,7 +130,7 @@ async fn recovery_with_an_old_generation_quarantines_the_node_as_a_clone() {
     let clone = machine.recover(&harness, &Applicant::new()).await;
     clone.refused(401, "enrollment_rejected");
     let correlation = clone.headers["x-correlation-id"].to_str().unwrap();
-    assert_eq!(logs().lines(&[correlation, "an old identity generation", "\"WARN\""]).len(), 1);
+    assert_eq!(CapturedLog::of_process().lines_with(&[correlation, "an old identity generation", "\"WARN\""]).len(), 1);
     let node = harness.node(machine.node_id).await;
     assert_eq!(
         (domain::Machine::state(&node), node.lifecycle.reason.code.as_str()),
@@ -171,7 +172,7 @@ async fn invalid_recovery_has_one_response_and_changes_nothing() {
         let answer = machine.send(&harness, &request).await;
         answer.refused(401, "enrollment_rejected");
         let correlation = answer.headers["x-correlation-id"].to_str().unwrap();
-        assert_eq!(logs().lines(&[correlation, cause, "\"WARN\""]).len(), 1, "{cause}");
+        assert_eq!(CapturedLog::of_process().lines_with(&[correlation, cause, "\"WARN\""]).len(), 1, "{cause}");
     }
     for elsewhere in [&never, &nowhere] {
         elsewhere.recover(&harness, &applicant).await.refused(401, "enrollment_rejected");

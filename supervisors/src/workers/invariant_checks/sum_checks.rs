@@ -132,40 +132,16 @@ mod tests {
     use domain::{OrgId, PaymentId};
     use local_servers::test_database::TestDatabase;
     use persistence::Reads;
-    use std::io;
-    use std::sync::{Arc, Mutex};
-    use test_host::{NoEffects, PgMember, TestHost};
+    use std::sync::Arc;
+    use test_host::{CapturedLog, NoEffects, PgMember, TestHost};
     use uuid::Uuid;
-
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
 
     /// The lines, each with its level, of a comparison.
     async fn lines_of(checks: &mut SumChecks, terms: &[Term]) -> Vec<(String, String)> {
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
-        let logging = tracing::subscriber::set_default(subscriber);
+        let (log, logging) = CapturedLog::start();
         checks.check(terms).await.unwrap();
         drop(logging);
-        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        let line = |line: &str| {
-            let line: serde_json::Value = line.parse().unwrap();
-            let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
-            (text(&line["level"]), text(&line["fields"]["message"]))
-        };
-        text.lines().map(line).collect()
+        log.messages()
     }
 
     fn corrected(checks: &SumChecks) -> [u64; 2] {

@@ -231,7 +231,7 @@ async fn server_that_refuses(command: &'static str, answer: &'static str) -> Mai
 
 #[tokio::test]
 async fn refusal_of_the_sender_is_temporary_and_names_the_settings_and_one_of_the_recipient_is_final() {
-    let (log, _guard) = crate::testing::captured_log::CapturedLog::start();
+    let (log, _guard) = test_host::CapturedLog::start();
     for (answer, is_final) in [
         // Amazon SES, Exchange, Microsoft 365, Gmail, Postfix.
         ("554 Message rejected: Email address is not verified.\r\n", false),
