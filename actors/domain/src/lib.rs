@@ -10,6 +10,10 @@
 // No decision awaits anything, so nothing here is `async`.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
+// By this name the fixtures of other crates, which the tests of this one share, know it.
+#[cfg(test)]
+extern crate self as domain;
+
 mod cross_entity;
 mod kernel;
 

@@ -2,13 +2,16 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "../../../tests/test-host/src/node_fixture.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
+mod node_fixture;
+
 use domain::authz::Principal;
 use domain::choreography::Reaction;
 use domain::event::Event;
-use domain::hardware::PromisedHardware;
 use domain::node::{
-    self, AgentContact, CertificateRecord, Enrollment, FindingReport, Node, NodeHealth, NodeTaskPhase, OnboardingMode,
-    Registration, ReportedFinding, ReportedInventory, TaskOutcome,
+    self, AgentContact, CertificateRecord, Enrollment, FindingReport, Node, NodeHealth, NodeTaskPhase, ReportedFinding,
+    TaskOutcome,
 };
 use domain::policy::PolicyBook;
 use domain::rollout::{
@@ -386,40 +389,8 @@ fn administrator() -> Principal {
 
 /// An active node whose agent can be updated, and that is in contact for a year.
 fn active_node(id: NodeId) -> Node {
-    let registration = Registration {
-        host: "node-a".into(),
-        port: 22,
-        ssh_username: "ops".into(),
-        ssh_public_key: "ssh-ed25519 AAAA".into(),
-        ssh_key_fingerprint: "SHA256:x".into(),
-        sku: PromisedHardware {
-            sku_id: SkuId(Uuid::from_u128(1)),
-            name: "h100x1".into(),
-            gpu_model: "H100".into(),
-            gpu_memory_mib: 80_000,
-            gpu_count: 0,
-            allowed_regions: vec!["eu".into()],
-            machine: None,
-        },
-        region_code: "eu".into(),
-        gpus_total: 0,
-        onboarding_mode: OnboardingMode::Manual,
-        metadata: domain::metadata::Metadata::default(),
-    };
-    let inventory = ReportedInventory {
-        cpu_model: None,
-        driver_version: None,
-        gpus: Vec::new(),
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        isolates_devices: true,
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        host_fingerprint: None,
-        system: None,
-        tenant_devices: Vec::new(),
-    };
+    let registration = node_fixture::registration(SkuId(Uuid::from_u128(1)), 0);
+    let inventory = node_fixture::reported_inventory(id, 0);
     let year = start() + chrono::TimeDelta::days(365);
     let issued = CertificateRecord { serial: SERIAL.into(), not_after: year, generation: 0, authority: None };
     let register = node::Request::Register { registration: Box::new(registration), probe: None, machine: None };

@@ -13,6 +13,9 @@ mod agent;
 mod bus;
 #[path = "saga/convergence.rs"]
 mod convergence;
+#[path = "../../../tests/test-host/src/node_fixture.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
+mod node_fixture;
 #[path = "saga/simulation.rs"]
 mod simulation;
 #[path = "saga/steps.rs"]

@@ -4,14 +4,12 @@ use crate::test_store::{TestStore, at, bare, command, create};
 use domain::account_holder::Holder;
 use domain::billing_account::{BillingAccount, Depletion, HolderPlan};
 use domain::commit::{Commit, CommitOutcome, Epoch};
-use domain::hardware::PromisedHardware;
 use domain::id::{BillingAccountId, EntityKind, EntityRef, NodeId, Shard, SkuId, UserId};
 use domain::money::{Currency, MicroAmount};
-use domain::node::{Command, Node, OnboardingMode, Phase, Registration, ReportedGpu, ReportedInventory, Request};
-use domain::policy::PolicyBook;
-use domain::state_machine::{IndexKeys, TraceContext, TransitionContext};
+use domain::node::{Node, Phase};
+use domain::state_machine::IndexKeys;
 use domain::summand::{Amounts, SumGroup, differences};
-use domain::{Machine, Principal};
+use domain::Machine;
 use futures::future::join_all;
 use persistence::entity_sums::{SumDifference, correct};
 use persistence::queries::{AccountSum, GpuCount};
@@ -20,6 +18,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use sqlx::Executor as _;
 use std::collections::{BTreeMap, BTreeSet};
+use test_host::{registered_node, registration, reported_inventory};
 use uuid::Uuid;
 
 /// Region, nodes, GPUs, and those that are free.
@@ -36,58 +35,11 @@ fn all_shards() -> Vec<Shard> {
 /// An active node with so many GPUs, all free.
 fn node(n: u32, region: &str, gpus_free: u32) -> Node {
     let id = create(n).entity.id;
-    let sku = PromisedHardware {
-        sku_id: SKU,
-        name: "h100".into(),
-        gpu_model: "H100".into(),
-        gpu_memory_mib: 80_000,
-        gpu_count: gpus_free,
-        allowed_regions: vec!["eu".into(), "us".into()],
-        machine: None,
-    };
-    let registration = Registration {
-        host: "node".into(),
-        port: 22,
-        ssh_username: "ops".into(),
-        ssh_public_key: "ssh-ed25519 AAAA".into(),
-        ssh_key_fingerprint: "SHA256:x".into(),
-        sku,
-        region_code: region.into(),
-        gpus_total: gpus_free,
-        onboarding_mode: OnboardingMode::Manual,
-        metadata: domain::metadata::Metadata::default(),
-    };
-    let register = Request::Register { registration: Box::new(registration), probe: None, machine: None };
-    let (policy, by) = (PolicyBook::default(), Principal::system("test"));
-    let trace = TraceContext::default();
-    let ctx = TransitionContext {
-        now: at(0),
-        policy: &policy,
-        by: &by,
-        correlation_id: "test",
-        trace,
-        seed: 7,
-        id,
-        version: 0,
-    };
-    let mut node = Node::decide(None, Command::Request(register), &ctx).unwrap().next.unwrap();
-    let gpu =
-        |index| ReportedGpu { index, uuid: format!("GPU-{id}-{index}"), model: "H100".into(), memory_mib: 80_000 };
-    node.id = NodeId(id);
-    node.machine.inventory = Some(ReportedInventory {
-        gpus: (0..gpus_free).map(gpu).collect(),
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        isolates_devices: true,
-        cpu_model: None,
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        driver_version: None,
-        host_fingerprint: None,
-        system: None,
-        tenant_devices: Vec::new(),
-    });
+    let mut registration = registration(SKU, gpus_free);
+    (registration.sku.name, registration.region_code) = ("h100".to_owned(), region.to_owned());
+    registration.sku.allowed_regions = vec!["eu".into(), "us".into()];
+    let mut node = registered_node(NodeId(id), registration, at(0));
+    node.machine.inventory = Some(reported_inventory(id, gpus_free));
     node.lifecycle.phase = Phase::Active;
     assert_eq!(node.gpus_free(), gpus_free, "{:?}", node.not_schedulable());
     node

@@ -11,13 +11,13 @@ mod captured_log;
 mod environment;
 mod member;
 mod memory;
-mod reported_inventory;
+mod node_fixture;
 
 pub use captured_log::CapturedLog;
 pub use environment::{NoEffects, NoPeers, TestEnvironment};
 pub use member::{PgMember, PgTestStore};
 pub use memory::MemoryStore;
-pub use reported_inventory::reported_inventory;
+pub use node_fixture::{registered_node, registration, reported_inventory};
 
 use actors::shell_dependencies::{Effects, Environment, Remote, Store, Term};
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};

@@ -1,13 +1,12 @@
 use super::*;
 use chrono::{DateTime, Utc};
 use domain::allocation::Placement;
-use domain::node::{AgentContact, OnboardingMode, PendingTask, PromisedHardware, Registration, Request};
-use domain::policy::PolicyBook;
-use domain::state_machine::Machine;
-use domain::{Principal, SkuId, Timestamp, TransitionContext};
+use domain::node::{AgentContact, PendingTask};
+use domain::{SkuId, Timestamp};
 use ed25519_dalek::SigningKey;
 use serde_json::Map;
 use std::collections::BTreeMap;
+use test_host::{registered_node, registration};
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 use wire::task::TaskError;
@@ -23,39 +22,7 @@ fn key() -> SigningKey {
 
 /// A node that cleans up one tenant.
 fn node() -> Node {
-    let registration = Registration {
-        host: "10.0.0.1".into(),
-        port: 22,
-        ssh_username: "root".into(),
-        ssh_public_key: String::new(),
-        ssh_key_fingerprint: String::new(),
-        sku: PromisedHardware {
-            sku_id: SkuId(Uuid::nil()),
-            name: "h100".into(),
-            gpu_model: "H100".into(),
-            gpu_memory_mib: 81_559,
-            gpu_count: 2,
-            allowed_regions: vec!["eu-1".into()],
-            machine: None,
-        },
-        region_code: "eu-1".into(),
-        gpus_total: 2,
-        onboarding_mode: OnboardingMode::Manual,
-        metadata: domain::metadata::Metadata::default(),
-    };
-    let admin = Principal::system("test");
-    let ctx = TransitionContext {
-        now: Timestamp::UNIX_EPOCH,
-        policy: &PolicyBook::default(),
-        by: &admin,
-        correlation_id: "",
-        trace: domain::state_machine::TraceContext::default(),
-        seed: 0,
-        id: NODE.0,
-        version: 0,
-    };
-    let register = Request::Register { registration: Box::new(registration), probe: None, machine: None };
-    let mut node = Node::decide(None, register.into(), &ctx).unwrap().next.unwrap();
+    let mut node = registered_node(NODE, registration(SkuId(Uuid::nil()), 2), Timestamp::UNIX_EPOCH);
     node.identity.recovery_public_key = Some(PublicKey::from(&key()).to_string());
     node.agent.contact = Some(AgentContact {
         boot_id: BOOT.to_string(),
@@ -67,7 +34,8 @@ fn node() -> Node {
         package_digest: None,
         last_heartbeat: None,
     });
-    let work = PendingTask { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now, origin: None };
+    let at = Timestamp::UNIX_EPOCH;
+    let work = PendingTask { task_id: TASK, attempt: 7, ordered_at: at, deadline_at: at, origin: None };
     let placed = Placement {
         devices: Vec::new(),
         host: String::new(),

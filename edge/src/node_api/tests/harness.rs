@@ -23,7 +23,7 @@ use actors::shell_dependencies::{Effects, Environment as _, Store, Term};
 use arc_swap::ArcSwap;
 use chrono::{TimeDelta, Utc};
 use domain::authz::TokenRole;
-use domain::node::{Command, Fact, Node, OnboardingMode, PromisedHardware, Registration, Reply, Request};
+use domain::node::{Command, Fact, Node, Reply, Request};
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::{AllocationId, Effect, NodeId, Principal, SkuId, Timestamp, TokenId};
 use ipnet::IpNet;
@@ -41,7 +41,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use test_host::{CapturedLog, MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, system};
+use test_host::{CapturedLog, MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, registration, system};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -268,26 +268,9 @@ impl NodeApiHarness {
     /// A node with two H100s in the inventory.
     pub(super) async fn register(&self) -> Uuid {
         let node_id = Uuid::now_v7();
-        let registration = Registration {
-            host: "10.0.0.1".into(),
-            port: 22,
-            ssh_username: "root".into(),
-            ssh_public_key: "ssh-ed25519 AAAA".into(),
-            ssh_key_fingerprint: "SHA256:x".into(),
-            sku: PromisedHardware {
-                sku_id: SkuId(Uuid::nil()),
-                name: "h100".into(),
-                gpu_model: "H100".into(),
-                gpu_memory_mib: 81_559,
-                gpu_count: 2,
-                allowed_regions: vec!["eu-1".into()],
-                machine: None,
-            },
-            region_code: "eu-1".into(),
-            gpus_total: 2,
-            onboarding_mode: OnboardingMode::Manual,
-            metadata: domain::metadata::Metadata::default(),
-        };
+        let mut registration = registration(SkuId(Uuid::nil()), 2);
+        (registration.host, registration.region_code) = ("10.0.0.1".to_owned(), "eu-1".to_owned());
+        (registration.sku.gpu_memory_mib, registration.sku.allowed_regions) = (81_559, vec!["eu-1".to_owned()]);
         self.admin(node_id, Request::Register { registration: Box::new(registration), probe: None, machine: None })
             .await;
         node_id

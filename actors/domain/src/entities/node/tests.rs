@@ -12,6 +12,9 @@ mod integrity;
 mod lifecycle;
 mod long_history;
 mod monitoring;
+#[path = "../../../../../tests/test-host/src/node_fixture.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
+mod node_fixture;
 mod provided_machine;
 mod recovery;
 mod reimage;
@@ -30,7 +33,7 @@ use crate::event::Event;
 use crate::id::SkuId;
 use crate::id::{TerminalSessionId, TokenId};
 use crate::metadata::{MAX_LABELS, PatchValue};
-use crate::metadata::{Metadata, MetadataPatch};
+use crate::metadata::MetadataPatch;
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use crate::resend_timer;
@@ -65,45 +68,12 @@ fn worker() -> Principal {
 }
 
 fn registration() -> Registration {
-    Registration {
-        host: "node-a".into(),
-        port: 22,
-        ssh_username: "ops".into(),
-        ssh_public_key: "ssh-ed25519 AAAA".into(),
-        ssh_key_fingerprint: "SHA256:x".into(),
-        sku: PromisedHardware {
-            sku_id: SkuId(Uuid::from_u128(1)),
-            name: "h100x4".into(),
-            gpu_model: "H100".into(),
-            gpu_memory_mib: 80_000,
-            gpu_count: GPUS,
-            allowed_regions: vec!["eu".into()],
-            machine: None,
-        },
-        region_code: "eu".into(),
-        gpus_total: GPUS,
-        onboarding_mode: OnboardingMode::Manual,
-        metadata: Metadata::default(),
-    }
+    node_fixture::registration(SkuId(Uuid::from_u128(1)), GPUS)
 }
 
 fn inventory(gpus: u32) -> ReportedInventory {
-    ReportedInventory {
-        gpus: (0..gpus)
-            .map(|index| ReportedGpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 79_000 })
-            .collect(),
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        isolates_devices: true,
-        cpu_model: None,
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        driver_version: None,
-        host_fingerprint: None,
-        system: None,
-        tenant_devices: Vec::new(),
-    }
+    let gpu = |index| ReportedGpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 79_000 };
+    ReportedInventory { gpus: (0..gpus).map(gpu).collect(), ..node_fixture::reported_inventory("", 0) }
 }
 
 fn seen(boot_id: &str) -> Box<AgentContact> {

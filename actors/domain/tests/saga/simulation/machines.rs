@@ -2,8 +2,8 @@
 
 use super::{GPUS, Simulation, admin};
 use crate::agent::LUCKY;
+use crate::node_fixture;
 use chrono::TimeDelta;
-use domain::metadata::Metadata;
 use domain::node::{self, NodeHealthStatus};
 use domain::validation::{Measurement, ValidationMinimums};
 use domain::{NodeId, Principal, SkuId, TokenId};
@@ -13,26 +13,8 @@ use uuid::Uuid;
 
 impl Simulation {
     pub(super) fn register(&mut self, id: NodeId) {
-        let registration = node::Registration {
-            host: format!("node-{id}"),
-            port: 22,
-            ssh_username: "ops".into(),
-            ssh_public_key: "ssh-ed25519 AAAA".into(),
-            ssh_key_fingerprint: "SHA256:x".into(),
-            sku: node::PromisedHardware {
-                sku_id: SkuId(Uuid::nil()),
-                name: "h100x4".into(),
-                gpu_model: "H100".into(),
-                gpu_memory_mib: 80_000,
-                gpu_count: GPUS,
-                allowed_regions: vec!["eu".into()],
-                machine: None,
-            },
-            region_code: "eu".into(),
-            gpus_total: GPUS,
-            onboarding_mode: node::OnboardingMode::Manual,
-            metadata: Metadata::default(),
-        };
+        let registration = node_fixture::registration(SkuId(Uuid::nil()), GPUS);
+        let registration = node::Registration { host: format!("node-{id}"), ..registration };
         let command = node::Request::Register { registration: Box::new(registration), probe: None, machine: None };
         self.tell_node(id, &admin(), command).unwrap();
     }
@@ -217,26 +199,7 @@ impl Simulation {
 }
 
 fn inventory(id: NodeId, gpus: u32) -> node::ReportedInventory {
-    node::ReportedInventory {
-        gpus: (0..gpus)
-            .map(|index| node::ReportedGpu {
-                index,
-                uuid: format!("GPU-{}-{index}", id.0.as_u128()),
-                model: "H100".into(),
-                memory_mib: 80_000,
-            })
-            .collect(),
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        // One of the machines has no device isolation.
-        isolates_devices: id.0.as_u128() != 2,
-        cpu_model: None,
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        driver_version: None,
-        host_fingerprint: None,
-        system: None,
-        tenant_devices: Vec::new(),
-    }
+    // One of the machines has no device isolation.
+    let isolates_devices = id.0.as_u128() != 2;
+    node::ReportedInventory { isolates_devices, ..node_fixture::reported_inventory(id.0.as_u128(), gpus) }
 }

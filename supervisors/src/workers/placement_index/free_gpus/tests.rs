@@ -2,7 +2,7 @@
 
 use super::*;
 use chrono::Utc;
-use domain::node::{Command, Fact, HoldPhase, OnboardingMode, Phase, PromisedHardware, Registration, Request};
+use domain::node::{Command, Fact, HoldPhase, Phase};
 use domain::policy::PolicyBook;
 use domain::state_machine::TransitionContext;
 use domain::{AllocationId, Machine as _, Principal};
@@ -13,7 +13,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use sqlx::PgPool;
 use std::collections::VecDeque;
-use test_host::reported_inventory;
+use test_host::{registered_node, registration, reported_inventory};
 use uuid::Uuid;
 
 const SKU: SkuId = SkuId(Uuid::from_u128(0x5000));
@@ -112,31 +112,7 @@ fn context<'a>(policy: &'a PolicyBook, by: &'a Principal, id: NodeId, version: i
 }
 
 fn active_node(id: NodeId, gpus: u32) -> Node {
-    let sku = PromisedHardware {
-        sku_id: SKU,
-        name: "h100".into(),
-        gpu_model: "H100".into(),
-        gpu_memory_mib: 80_000,
-        gpu_count: gpus,
-        allowed_regions: vec!["eu".into()],
-        machine: None,
-    };
-    let registration = Registration {
-        host: "node".into(),
-        port: 22,
-        ssh_username: "ops".into(),
-        ssh_public_key: "ssh-ed25519 AAAA".into(),
-        ssh_key_fingerprint: "SHA256:x".into(),
-        sku,
-        region_code: "eu".into(),
-        gpus_total: gpus,
-        onboarding_mode: OnboardingMode::Manual,
-        metadata: domain::metadata::Metadata::default(),
-    };
-    let register = Request::Register { registration: Box::new(registration), probe: None, machine: None };
-    let (policy, by) = (PolicyBook::default(), Principal::system("test"));
-    let registered = Node::decide(None, Command::Request(register), &context(&policy, &by, id, 0)).unwrap();
-    let mut node = registered.next.unwrap();
+    let mut node = registered_node(id, registration(SKU, gpus), Utc::now());
     (node.lifecycle.phase, node.machine.inventory) = (Phase::Active, Some(reported_inventory(id, gpus)));
     node
 }
