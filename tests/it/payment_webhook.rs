@@ -4,7 +4,7 @@ use nix::sys::signal::Signal;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use tests::cluster::db_lock::{StatementFate, WRITES};
+use tests::cluster::db_lock::StatementFate;
 use tests::cluster::fake_processor::{FakeProcessor, event, intent, signature};
 use tests::cluster::{CREDIT, TestCluster, WAIT_TIMEOUT};
 
@@ -300,9 +300,7 @@ async fn crash_between_receipt_and_processing_of_an_event_loses_nothing() {
     // The first commit of its processing is that of the payment, which is blocked, so that the crash is in between.
     let lock = cluster.lock_entity(payment.0).await;
     cluster.deliver(0, &paid).await.ok();
-    lock.expect_blocked(WRITES).await;
-    cluster.kill9_replica(0);
-    lock.unlock_after_crash(WRITES, StatementFate::RolledBack).await;
+    cluster.kill_while_writing(lock, StatementFate::RolledBack).await;
     assert_eq!(cluster.count_transitions("processor_event", "receive").await, 1, "what was answered is stored");
     assert_eq!(cluster.count_transitions("processor_event", "processed").await, 0, "and nothing more");
     cluster.restart_replica(0).await;

@@ -6,7 +6,7 @@ use domain::payment::{Payment, RefundDebit, RefundStatus};
 use domain::{Machine as _, RefundId};
 use serde_json::json;
 use std::time::{Duration, Instant};
-use tests::cluster::db_lock::{DbLock, StatementFate, WRITES};
+use tests::cluster::db_lock::{StatementFate, WRITES};
 use tests::cluster::payments::{RESEND_TIMEOUT, StartedPayment};
 use tests::cluster::{TestCluster, WAIT_TIMEOUT, id_of};
 use uuid::Uuid;
@@ -24,13 +24,6 @@ async fn start_with_account() -> (TestCluster, Uuid) {
     let payment = cluster.user.get(&format!("/api/v1/billing/payments/{}", started.id)).await.ok();
     let account = payment["account_id"].as_str().and_then(|id| id.parse().ok()).expect("a payment has an account");
     (cluster, account)
-}
-
-/// Kills the replica while its write is blocked, decides the fate of the write, and restarts the replica.
-async fn crash_while_writing(cluster: &mut TestCluster, lock: DbLock, fate: StatementFate) {
-    lock.expect_blocked(WRITES).await;
-    cluster.kill9_replica(0);
-    lock.unlock_after_crash(WRITES, fate).await;
 }
 
 async fn stored_payment(cluster: &TestCluster, started: &StartedPayment) -> Payment {
@@ -66,7 +59,7 @@ async fn crash_at_any_commit_of_a_deposit_posts_it_once() {
         let (payment, deposit) =
             (cluster.lock_entity_without_timer(started.id).await, cluster.lock_entity(account).await);
         cluster.pay(&started).await;
-        crash_while_writing(&mut cluster, payment, fate).await;
+        cluster.kill_while_writing(payment, fate).await;
         assert_eq!(stored_payment(&cluster, &started).await.paid_at().is_some(), is_written, "{fate:?}");
         cluster.restart_replica(0).await;
 
@@ -74,12 +67,12 @@ async fn crash_at_any_commit_of_a_deposit_posts_it_once() {
         deposit.expect_blocked(WRITES).await;
         let (payment, before) =
             (cluster.lock_entity_without_timer(started.id).await, posted_balance(&cluster, account).await);
-        crash_while_writing(&mut cluster, deposit, fate).await;
+        cluster.kill_while_writing(deposit, fate).await;
         assert_eq!(posted_balance(&cluster, account).await - before, i64::from(is_written), "{fate:?}");
         cluster.restart_replica(0).await;
 
         // The payment learns that the account has posted it.
-        crash_while_writing(&mut cluster, payment, fate).await;
+        cluster.kill_while_writing(payment, fate).await;
         assert_eq!(stored_payment(&cluster, &started).await.state() == "deposited", is_written, "{fate:?}");
         cluster.restart_replica(0).await;
 
@@ -103,7 +96,7 @@ async fn crash_at_any_commit_of_a_refund_debits_and_pays_it_once() {
         let wanted = json!({ "payment_id": started.id, "amount_minor": REFUND, "reason": "a test needs it" });
         let user = cluster.user.clone();
         let asking = tokio::spawn(async move { user.post("/api/v1/billing/refunds", &wanted).await.created() });
-        crash_while_writing(&mut cluster, payment, fate).await;
+        cluster.kill_while_writing(payment, fate).await;
         assert_eq!(stored_payment(&cluster, &started).await.refunds.len(), usize::from(is_written), "{fate:?}");
         cluster.restart_replica(0).await;
 
@@ -111,13 +104,13 @@ async fn crash_at_any_commit_of_a_refund_debits_and_pays_it_once() {
         taking.expect_blocked(WRITES).await;
         let (payment, before) =
             (cluster.lock_entity_without_timer(started.id).await, posted_balance(&cluster, account).await);
-        crash_while_writing(&mut cluster, taking, fate).await;
+        cluster.kill_while_writing(taking, fate).await;
         assert_eq!(posted_balance(&cluster, account).await - before, i64::from(is_written), "{fate:?}");
         cluster.restart_replica(0).await;
 
         // The payment learns that it is debited. The response of the processor to its next call is held back.
         cluster.payments().link.drop_responses_to("POST /v1/refunds");
-        crash_while_writing(&mut cluster, payment, fate).await;
+        cluster.kill_while_writing(payment, fate).await;
         let is_taken =
             |payment: &Payment| payment.refunds.values().any(|it| matches!(it.taking, RefundDebit::Taken { .. }));
         assert_eq!(is_taken(&stored_payment(&cluster, &started).await), is_written, "{fate:?}");
@@ -132,7 +125,7 @@ async fn crash_at_any_commit_of_a_refund_debits_and_pays_it_once() {
         }
         let payment = cluster.lock_entity_without_timer(started.id).await;
         cluster.payments().link.restore();
-        crash_while_writing(&mut cluster, payment, fate).await;
+        cluster.kill_while_writing(payment, fate).await;
         let is_at = |payment: &Payment| {
             payment.refunds[&refund].at_processor.as_ref().is_some_and(|at| at.status == RefundStatus::Succeeded)
         };

@@ -8,7 +8,8 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use sqlx::Row as _;
 use std::time::{Duration, Instant};
-use tests::cluster::db_lock::{DbLock, StatementFate, WRITES};
+use tests::cluster::crash_sweep::KillPoint;
+use tests::cluster::db_lock::StatementFate;
 use tests::cluster::{AllocationHandle, NodeHandle, REGION, TestCluster, WAIT_TIMEOUT, client::Client, id_of};
 use uuid::Uuid;
 
@@ -102,38 +103,15 @@ async fn with_kills(
     kills: &[Step],
     fate: StatementFate,
 ) -> Value {
-    let mut steps: Vec<(Step, i64)> = Vec::new();
-    for step in kills.iter().filter(|step| step.half == half) {
+    let mut points: Vec<KillPoint> = Vec::new();
+    for Step { kind, command, .. } in kills.iter().filter(|step| step.half == half) {
         // A command that commits twice is blocked the first time.
-        if !steps.iter().any(|(known, _)| known == step) {
-            steps.push((step.clone(), cluster.count_transitions(&step.kind, &step.command).await));
+        if !points.iter().any(|known| (&known.kind, &known.command) == (kind, command)) {
+            let at_most = Some(cluster.count_transitions(kind, command).await);
+            points.push(KillPoint { kind: kind.clone(), command: command.clone(), at_most });
         }
     }
-    let mut steps = steps.into_iter();
-    let mut next = lock_next(cluster, &mut steps).await;
-    let answered = tokio::spawn(request);
-    while let Some(lock) = next {
-        lock.expect_blocked(WRITES).await;
-        cluster.kill9_replica(0);
-        lock.unlock_after_crash(WRITES, fate).await;
-        cluster.expect_every_gpu_held_once().await;
-        // No replica runs that could commit it before it is locked.
-        next = lock_next(cluster, &mut steps).await;
-        cluster.restart_replica(0).await;
-    }
-    answered.await.expect("the request is answered in the end")
-}
-
-/// Locks the first of these commits that has not happened: some do not wait for each other.
-async fn lock_next(cluster: &TestCluster, steps: &mut impl Iterator<Item = (Step, i64)>) -> Option<DbLock> {
-    for (Step { kind, command, .. }, before) in steps {
-        let lock = cluster.lock_commits_of(&kind, &command).await;
-        if cluster.count_transitions(&kind, &command).await == before {
-            return Some(lock);
-        }
-        lock.unlock().await;
-    }
-    None
+    cluster.request_with_kills(request, points, fate, WAIT_TIMEOUT).await
 }
 
 /// Resends the request under one key until it is answered, however often the replica is killed meanwhile.

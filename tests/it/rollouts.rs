@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use sqlx::Row as _;
 use std::time::Duration;
-use tests::cluster::db_lock::{StatementFate, WRITES};
+use tests::cluster::db_lock::StatementFate;
 use tests::cluster::updatable_agent::{UpdatableFleet, digest};
 use tests::cluster::{NodeHandle, TestCluster, id_of};
 use uuid::Uuid;
@@ -197,9 +197,7 @@ async fn kill_of_the_owner_at_any_commit_of_a_rollout_loses_no_node_and_updates_
         let version = char::from_digit(u32::try_from(n).unwrap() + 1, 16).unwrap();
         let body = json!({ "digest": digest(version), "canary": 1, "max_unavailable": 2, "soak_seconds": 0, "reason": "a release" });
         let path = format!("{PATH}/{}", id_of(&cluster.admin.post(PATH, &body).await.created()));
-        lock.expect_blocked(WRITES).await;
-        cluster.kill9_replica(0);
-        lock.unlock_after_crash(WRITES, fate).await;
+        cluster.kill_while_writing(lock, fate).await;
         cluster.restart_replica(0).await;
         let ended = expect_state(&cluster, &path, "completed").await;
         assert_eq!((&ended["updated"], &ended["failed"]), (&json!(3), &json!(0)), "{kind} {command} {fate:?}: {ended}");

@@ -24,6 +24,7 @@ pub mod backup_machine;
 mod builder;
 pub mod client;
 pub mod console;
+pub mod crash_sweep;
 mod database;
 pub mod db_lock;
 pub mod fake_agent;

@@ -1,6 +1,7 @@
 //! Sums of GPUs and money: commits maintain them, whatever becomes of the commits, and what is wrong is named and corrected.
 
 use crate::test_store::{TestStore, at, bare, command, create};
+use domain::Machine;
 use domain::account_holder::Holder;
 use domain::billing_account::{BillingAccount, Depletion, HolderPlan};
 use domain::commit::{Commit, CommitOutcome, Epoch};
@@ -9,7 +10,6 @@ use domain::money::{Currency, MicroAmount};
 use domain::node::{Node, Phase};
 use domain::state_machine::IndexKeys;
 use domain::summand::{Amounts, SumGroup, differences};
-use domain::Machine;
 use futures::future::join_all;
 use persistence::entity_sums::{SumDifference, correct};
 use persistence::queries::{AccountSum, GpuCount};

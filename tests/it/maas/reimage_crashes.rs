@@ -8,7 +8,8 @@ use sqlx::{PgPool, Row as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tests::cluster::client::{ApiResponse, send_request};
-use tests::cluster::db_lock::{StatementFate, WRITES};
+use tests::cluster::crash_sweep::KillPoint;
+use tests::cluster::db_lock::StatementFate;
 use tests::cluster::fake_agent::{EnrollmentAttempt, FakeAgent, anonymous};
 use tests::cluster::fake_maas::FakeMaas;
 use tests::cluster::recovery_attempt::RecoveryAttempt;
@@ -67,27 +68,10 @@ async fn reimage(
     let before = commits(&cluster.pool, node.id).await.len();
     let machine = tokio::spawn(be_the_machine(Arc::clone(maas), cluster.pool.clone(), node.id, any, system));
     let (admin, path) = (cluster.admin.clone(), format!("{}/reimage", node.path()));
-    let mut kills = kills.iter();
-    let mut next = None;
-    if let Some(command) = kills.next() {
-        next = Some(cluster.lock_commits_of("node", command).await);
-    }
-    let ordered = tokio::spawn(async move {
-        admin.request_until_final(Method::POST, &path, Some(&json!({ "reason": "a test" }))).await.ok()
-    });
-    while let Some(lock) = next {
-        lock.expect_blocked_within(WRITES, LONG).await;
-        assert_eq!(maas.machine(MACHINE).marked_broken, 0);
-        cluster.kill9_replica(0);
-        lock.unlock_after_crash(WRITES, fate).await;
-        // No replica runs that could commit it before it is locked.
-        next = match kills.next() {
-            Some(command) => Some(cluster.lock_commits_of("node", command).await),
-            None => None,
-        };
-        cluster.restart_replica(0).await;
-    }
-    ordered.await.expect("the order is answered in the end");
+    let order =
+        async move { admin.request_until_final(Method::POST, &path, Some(&json!({ "reason": "a test" }))).await.ok() };
+    let kill = |command: &&str| KillPoint { kind: "node".to_owned(), command: (*command).to_owned(), at_most: None };
+    cluster.request_with_kills(order, kills.iter().map(kill).collect(), fate, LONG).await;
     let token = machine.await.expect("the machine comes up");
     cluster.register_secret("the token in the user data", &token);
     let free = |node: &Value| node["state"] == "active" && node["gpus_free"] == GPUS;

@@ -84,28 +84,25 @@ impl DbLock {
 
     /// Waits until a statement with this beginning is blocked.
     pub async fn expect_blocked(&self, statement: &str) {
-        self.expect_blocked_count(statement, 1).await;
+        self.expect_blocked_within(statement, WAIT_TIMEOUT).await;
     }
 
     /// The same, for what a lease of a dead worker may hold up.
     pub async fn expect_blocked_within(&self, statement: &str, limit: Duration) {
-        let until = Instant::now() + limit;
-        while self.blocked_backends(statement).await.is_empty() {
-            if Instant::now() >= until {
-                let activity = self.activity().await;
-                panic!("none waits with {statement} within {limit:?}: {activity:#?}");
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        self.wait_until_blocked(statement, 1, limit).await;
     }
 
     /// Waits until this many statements are blocked.
     pub async fn expect_blocked_count(&self, statement: &str, many: usize) {
-        let until = Instant::now() + WAIT_TIMEOUT;
+        self.wait_until_blocked(statement, many, WAIT_TIMEOUT).await;
+    }
+
+    async fn wait_until_blocked(&self, statement: &str, many: usize, limit: Duration) {
+        let until = Instant::now() + limit;
         while self.blocked_backends(statement).await.len() < many {
             if Instant::now() >= until {
                 let activity = self.activity().await;
-                panic!("{many} do not wait with {statement} within {WAIT_TIMEOUT:?}: {activity:#?}");
+                panic!("{many} do not wait with {statement} within {limit:?}: {activity:#?}");
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
