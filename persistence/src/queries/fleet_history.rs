@@ -42,6 +42,11 @@ pub struct FleetFilter {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooManyRows;
 
+/// The hours of a request, by their beginning.
+type FleetHours = BTreeMap<Timestamp, FleetHour>;
+
+const DOING: &str = "reading the history of the fleet";
+
 impl Reads {
     /// The hours that are stored, from one up to another, oldest first. An hour that is not stored is left out.
     ///
@@ -54,20 +59,36 @@ impl Reads {
         filter: &FleetFilter,
         max_rows: u32,
     ) -> Result<Result<Vec<FleetHour>, TooManyRows>, StoreError> {
-        const DOING: &str = "reading the history of the fleet";
-        let region = filter.region.as_deref();
         // First, since an hour has its rows from the moment on at which it says so.
-        let hours = sqlx::query(
+        let mut hours = self.stored_hours(from, until).await?;
+        if self.read_gpus(&mut hours, (from, until), filter, max_rows).await?.is_err() {
+            return Ok(Err(TooManyRows));
+        }
+        self.read_rentals(&mut hours, (from, until), filter).await?;
+        self.read_revenue(&mut hours, (from, until), filter).await?;
+        Ok(Ok(hours.into_values().collect()))
+    }
+
+    async fn stored_hours(&self, from: Timestamp, until: Timestamp) -> Result<FleetHours, StoreError> {
+        let rows = sqlx::query(
             "SELECT hour, gpus_at IS NOT NULL AS has_gpus, added_up_at IS NOT NULL AS is_added_up
              FROM fleet_hour WHERE hour >= $1 AND hour < $2 ORDER BY hour",
         )
         .bind(from)
         .bind(until)
         .fetch_all(&self.pool);
-        let hours: Result<BTreeMap<_, _>, _> = hours.await.and_then(|rows| rows.iter().map(stored_hour).collect());
-        let mut hours = hours.doing(DOING)?;
+        let hours: Result<FleetHours, _> = rows.await.and_then(|rows| rows.iter().map(stored_hour).collect());
+        hours.doing(DOING)
+    }
 
-        let gpus = sqlx::query(
+    async fn read_gpus(
+        &self,
+        hours: &mut FleetHours,
+        (from, until): (Timestamp, Timestamp),
+        filter: &FleetFilter,
+        max_rows: u32,
+    ) -> Result<Result<(), TooManyRows>, StoreError> {
+        let rows = sqlx::query(
             "SELECT hour, sku, sku_name, region, gpus_total, gpus_held, gpus_free FROM fleet_hour_gpus
              WHERE hour >= $1 AND hour < $2 AND ($3::uuid IS NULL OR sku = $3) AND ($4::text IS NULL OR region = $4)
              ORDER BY hour, sku, region LIMIT $5",
@@ -75,40 +96,56 @@ impl Reads {
         .bind(from)
         .bind(until)
         .bind(filter.sku)
-        .bind(region)
+        .bind(filter.region.as_deref())
         .bind(i64::from(max_rows) + 1)
         .fetch_all(&self.pool)
         .await
         .doing(DOING)?;
-        if gpus.len() > max_rows as usize {
+        if rows.len() > max_rows as usize {
             return Ok(Err(TooManyRows));
         }
-        for row in &gpus {
+        for row in &rows {
             let (hour, sample) = gpu_sample(row).doing(DOING)?;
             if let Some(gpus) = hours.get_mut(&hour).and_then(|stored| stored.gpus.as_mut()) {
                 gpus.push(sample);
             }
         }
+        Ok(Ok(()))
+    }
 
-        let rentals = sqlx::query(
+    async fn read_rentals(
+        &self,
+        hours: &mut FleetHours,
+        (from, until): (Timestamp, Timestamp),
+        filter: &FleetFilter,
+    ) -> Result<(), StoreError> {
+        let rows = sqlx::query(
             "SELECT hour, begun, p50_seconds, p95_seconds FROM fleet_hour_rentals
              WHERE hour >= $1 AND hour < $2 AND sku = $3 AND region = $4",
         )
         .bind(from)
         .bind(until)
         .bind(filter.sku.unwrap_or_default())
-        .bind(region.unwrap_or_default())
+        .bind(filter.region.as_deref().unwrap_or_default())
         .fetch_all(&self.pool)
         .await
         .doing(DOING)?;
-        for row in &rentals {
+        for row in &rows {
             let (hour, counts) = rental_counts(row).doing(DOING)?;
             if let Some(rentals) = hours.get_mut(&hour).and_then(|stored| stored.rentals.as_mut()) {
                 *rentals = Some(counts);
             }
         }
+        Ok(())
+    }
 
-        let revenue = sqlx::query(
+    async fn read_revenue(
+        &self,
+        hours: &mut FleetHours,
+        (from, until): (Timestamp, Timestamp),
+        filter: &FleetFilter,
+    ) -> Result<(), StoreError> {
+        let rows = sqlx::query(
             "SELECT hour, currency, sum(amount)::bigint AS amount FROM fleet_hour_revenue
              WHERE hour >= $1 AND hour < $2 AND ($3::uuid IS NULL OR sku = $3) AND ($4::text IS NULL OR region = $4)
              GROUP BY hour, currency ORDER BY hour, currency",
@@ -116,17 +153,17 @@ impl Reads {
         .bind(from)
         .bind(until)
         .bind(filter.sku)
-        .bind(region)
+        .bind(filter.region.as_deref())
         .fetch_all(&self.pool)
         .await
         .doing(DOING)?;
-        for row in &revenue {
+        for row in &rows {
             let (hour, gained) = currency_revenue(row).doing(DOING)?;
             if let Some(revenue) = hours.get_mut(&hour).and_then(|stored| stored.revenue.as_mut()) {
                 revenue.push(gained);
             }
         }
-        Ok(Ok(hours.into_values().collect()))
+        Ok(())
     }
 }
 
