@@ -9,8 +9,6 @@ use std::process::Stdio;
 use std::time::Duration;
 use tokio::process::Command;
 
-/// That systemd has booted this machine (`sd_booted(3)`).
-const SYSTEMD: &str = "/run/systemd/system";
 const SYSTEMD_RUN: &str = "/usr/bin/systemd-run";
 const USER: &str = "gpuaas";
 
@@ -19,11 +17,16 @@ pub(crate) fn is_needed(error: &ConnectionError) -> bool {
     chain(error).contains("Peer authentication failed")
 }
 
+/// Whether systemd has booted this machine (`sd_booted(3)`).
+pub(crate) fn is_booted_by_systemd() -> bool {
+    Path::new("/run/systemd/system").exists()
+}
+
 /// Whether this process can start one.
 pub(crate) fn is_possible(settings: &InstalledSettings) -> bool {
     nix::unistd::geteuid().is_root()
         && settings.file.is_some()
-        && Path::new(SYSTEMD).exists()
+        && is_booted_by_systemd()
         && Path::new(SYSTEMD_RUN).exists()
 }
 

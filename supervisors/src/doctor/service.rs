@@ -1,21 +1,19 @@
 //! The service itself: whether it answers on its operators' address that it is ready, and whether its unit does what it was enabled for.
 
 use super::LOCAL;
+use crate::as_the_service::is_booted_by_systemd;
 use crate::config::OPERATIONS_LISTEN;
 use crate::config::installed_settings::InstalledSettings;
 use reqwest::{Client, StatusCode, redirect};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
 use telemetry::diagnosis::DiagnosticFinding;
 use tokio::process::Command;
 
 const UNIT: &str = "gpuaas.service";
-/// That systemd has booted this machine (`sd_booted(3)`).
-const SYSTEMD: &str = "/run/systemd/system";
 const PROPERTIES: &str = "--property=LoadState,ActiveState,SubState,UnitFileState,Result,ExecMainStatus";
 /// An answer of `readyz` has a few checks.
 const MOST_BYTES: usize = 64 * 1024;
@@ -54,7 +52,7 @@ pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticF
     };
     let (answer, unit) = tokio::join!(ask(address), async {
         // With other settings than the unit's it is another service that is looked at.
-        match settings.is_of_the_unit() && Path::new(SYSTEMD).exists() {
+        match settings.is_of_the_unit() && is_booted_by_systemd() {
             true => unit_state().await,
             false => None,
         }
