@@ -417,8 +417,7 @@ impl BillingAccount {
         let meter = UsageMeter { user_id, rate, held: needed, run: None };
         draft.account.meters.insert(allocation_id, meter);
         draft.account.again = Some(ResendTimer::first(ctx.now));
-        let held = draft.transition(format!("a window of allocation {allocation_id} is held"), ctx);
-        Ok(audit.into_iter().fold(held, Transition::audit))
+        Ok(draft.transition(format!("a window of allocation {allocation_id} is held"), ctx).with(None, audit))
     }
 
     fn usage(

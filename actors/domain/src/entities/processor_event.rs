@@ -301,8 +301,8 @@ impl ProcessorEvent {
                     phase,
                 };
                 let due = (!nothing_follows).then(|| event.due());
-                let step = Transition::to(event, Reply::Stored { is_new: true }, "the payment processor sent it");
-                Ok(due.into_iter().fold(step, Transition::event))
+                Ok(Transition::to(event, Reply::Stored { is_new: true }, "the payment processor sent it")
+                    .with(due, None))
             }
             Fact::Processed { .. } | Fact::Failed { .. } => Err(Rejection::NotFound),
         }

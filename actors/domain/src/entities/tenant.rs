@@ -330,7 +330,7 @@ impl Tenant {
         let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
         let logins_revision = self.logins_revision;
         let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id, logins_revision });
-        asked.fold(Transition::to(next, Reply::Done, "asking which of its allocations have ended"), Transition::event)
+        Transition::to(next, Reply::Done, "asking which of its allocations have ended").with(asked, None)
     }
 
     fn admit(

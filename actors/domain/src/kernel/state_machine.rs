@@ -320,6 +320,17 @@ impl<M: Machine> Transition<M> {
         self
     }
 
+    /// With all of these.
+    #[must_use]
+    pub(crate) fn with(
+        self,
+        events: impl IntoIterator<Item = Event>,
+        audits: impl IntoIterator<Item = AuditRecord>,
+    ) -> Self {
+        let step = events.into_iter().fold(self, Self::event);
+        audits.into_iter().fold(step, Self::audit)
+    }
+
     #[must_use]
     pub fn posting(mut self, posting: Posting) -> Self {
         self.postings.push(posting);

@@ -172,10 +172,9 @@ impl Allocation {
                 let next = self.in_phase(phase, ctx.now, StatusReason::DevicesReserved);
                 // The node has the keys of its reservation, which may be stale by now.
                 let logins = next.pending_ssh_keys_event();
-                let step = next
-                    .transition(format!("node {node_id} reserved the devices"))
-                    .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until });
-                logins.into_iter().fold(step, Transition::event)
+                next.transition(format!("node {node_id} reserved the devices"))
+                    .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until })
+                    .with(logins, None)
             }
             Phase::Provisioning { node_id: ours, .. }
             | Phase::Active { node_id: ours, .. }
@@ -412,15 +411,11 @@ impl Allocation {
                 "The node did not confirm in time.",
                 ctx,
             ),
-            Phase::Provisioning { node_id, until, .. } => {
-                let step =
-                    self.with_next_resend(ctx).transition("asking the node again").event(Event::ProvisioningStarted {
-                        allocation_id: self.id,
-                        node_id: *node_id,
-                        deadline_at: *until,
-                    });
-                self.pending_ssh_keys_event().into_iter().fold(step, Transition::event)
-            }
+            Phase::Provisioning { node_id, until, .. } => self
+                .with_next_resend(ctx)
+                .transition("asking the node again")
+                .event(Event::ProvisioningStarted { allocation_id: self.id, node_id: *node_id, deadline_at: *until })
+                .with(self.pending_ssh_keys_event(), None),
             Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
                 self.fail_release(*node_id, placed, *attempt, ("release_timeout", ""), ctx)
             }

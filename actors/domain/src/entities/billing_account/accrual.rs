@@ -58,7 +58,7 @@ impl AccountUpdate {
     ) -> Transition<BillingAccount> {
         self.check_low_balance(ctx);
         let reply = reply(&self.account);
-        let step = self.events.into_iter().fold(Transition::to(self.account, reply, why), Transition::event);
+        let step = Transition::to(self.account, reply, why).with(self.events, None);
         self.postings.into_iter().fold(step, Transition::posting)
     }
 

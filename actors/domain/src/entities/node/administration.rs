@@ -54,29 +54,18 @@ impl Node {
     }
 
     pub(super) fn reactivate(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match self.lifecycle.phase {
-            Phase::Retired => {
-                self.check_fit_for_tenants(ctx)?;
-                if !self.identity.has_valid_certificate(ctx.now) {
-                    let why =
-                        "its agent has no certificate that holds; issue a token with reissue-enrollment".to_owned();
-                    return Err(Rejection::NotInOrder { why });
-                }
-                let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
-                let mut free = self.clone();
-                free.machine.reclaim_gpus();
-                Ok(free.change_phase(Phase::Active, StateCode::Reactivated, reason, ctx).audit(audit))
-            }
-            Phase::Registered
-            | Phase::BootstrapIssued { .. }
-            | Phase::Enrolling { .. }
-            | Phase::Active
-            | Phase::Offline
-            | Phase::Draining { .. }
-            | Phase::Quarantined { .. }
-            | Phase::Removing { .. }
-            | Phase::Removed => Err(self.wrong_state(CommandName::Reactivate)),
+        if self.lifecycle.phase != Phase::Retired {
+            return Err(self.wrong_state(CommandName::Reactivate));
         }
+        self.check_fit_for_tenants(ctx)?;
+        if !self.identity.has_valid_certificate(ctx.now) {
+            let why = "its agent has no certificate that holds; issue a token with reissue-enrollment".to_owned();
+            return Err(Rejection::NotInOrder { why });
+        }
+        let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
+        let mut free = self.clone();
+        free.machine.reclaim_gpus();
+        Ok(free.change_phase(Phase::Active, StateCode::Reactivated, reason, ctx).audit(audit))
     }
 
     pub(super) fn remove(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
@@ -87,8 +76,7 @@ impl Node {
                 next.machine.begin_step(ProviderStep::Released, ctx);
                 let event = (ctx.now >= *until).then(|| next.enter_removed(ctx));
                 let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason, "machine": "given up" }));
-                let step = next.transition_with_node("removed without its machine's release").audit(audit);
-                Ok(event.into_iter().fold(step, Transition::event))
+                Ok(next.transition_with_node("removed without its machine's release").with(event, [audit]))
             }
             (Phase::Removing { .. } | Phase::Removed, _) => Ok(self.stay_with_node()),
             (Phase::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
@@ -109,8 +97,8 @@ impl Node {
                     ctx,
                 );
                 let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));
-                let step = next.transition_with_node(message).event(event).audit(audit);
-                Ok(due.into_iter().fold(step, Transition::event).effect(Effect::CloseNode(self.id)))
+                let step = next.transition_with_node(message).event(event).with(due, [audit]);
+                Ok(step.effect(Effect::CloseNode(self.id)))
             }
             (
                 Phase::Registered
@@ -135,8 +123,7 @@ impl Node {
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": reason }));
         let mut next = self.clone();
         let event = next.lifecycle.enter_quarantine(StateCode::Quarantined, reason, ctx);
-        let step = next.transition_with_node(reason).audit(audit);
-        Ok(event.into_iter().fold(step, Transition::event))
+        Ok(next.transition_with_node(reason).with(event, [audit]))
     }
 
     pub(super) fn release_quarantine(
@@ -144,44 +131,23 @@ impl Node {
         reason: &str,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        match &self.lifecycle.phase {
-            Phase::Quarantined { was } => {
-                if !was.has_no_identity() {
-                    self.check_fit_for_tenants(ctx)?;
-                }
-                let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "reason": reason }));
-                match **was {
-                    // Its last allocation has ended in the meantime.
-                    Phase::Draining { .. } if self.tenancy.in_use().is_none() => Ok(self.drained(ctx).audit(audit)),
-                    Phase::Registered
-                    | Phase::BootstrapIssued { .. }
-                    | Phase::Enrolling { .. }
-                    | Phase::Active
-                    | Phase::Offline
-                    | Phase::Draining { .. }
-                    | Phase::Quarantined { .. }
-                    | Phase::Retired
-                    | Phase::Removing { .. }
-                    | Phase::Removed => {
-                        let mut free = self.clone();
-                        free.machine.reclaim_gpus();
-                        let to = free.validate_released(was, ctx)?;
-                        let is_validated = free.validation.obstacle(free.tasks.has_open_validation()).is_some();
-                        let step = free.change_phase(to, StateCode::QuarantineReleased, reason, ctx).audit(audit);
-                        Ok(if is_validated { step.effect(Effect::WakeNode(self.id)) } else { step })
-                    }
-                }
-            }
-            Phase::Registered
-            | Phase::BootstrapIssued { .. }
-            | Phase::Enrolling { .. }
-            | Phase::Active
-            | Phase::Offline
-            | Phase::Draining { .. }
-            | Phase::Retired
-            | Phase::Removing { .. }
-            | Phase::Removed => Err(self.wrong_state(CommandName::ReleaseQuarantine)),
+        let Phase::Quarantined { was } = &self.lifecycle.phase else {
+            return Err(self.wrong_state(CommandName::ReleaseQuarantine));
+        };
+        if !was.has_no_identity() {
+            self.check_fit_for_tenants(ctx)?;
         }
+        let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "reason": reason }));
+        // Its last allocation has ended in the meantime.
+        if matches!(**was, Phase::Draining { .. }) && self.tenancy.in_use().is_none() {
+            return Ok(self.drained(ctx).audit(audit));
+        }
+        let mut free = self.clone();
+        free.machine.reclaim_gpus();
+        let to = free.validate_released(was, ctx)?;
+        let is_validated = free.validation.obstacle(free.tasks.has_open_validation()).is_some();
+        let step = free.change_phase(to, StateCode::QuarantineReleased, reason, ctx).audit(audit);
+        Ok(if is_validated { step.effect(Effect::WakeNode(self.id)) } else { step })
     }
 
     /// Checks that it may take tenants (again).

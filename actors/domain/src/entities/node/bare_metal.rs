@@ -61,8 +61,8 @@ impl Node {
                 "image_digest": next.machine.provided.as_ref().and_then(|machine| machine.image_digest.as_deref()),
             }),
         );
-        let step = Transition::to(next, Reply::TokenIssued { expires_at }, "a token for the machine's user data");
-        Ok(event.into_iter().fold(step, Transition::event).audit(audit))
+        Ok(Transition::to(next, Reply::TokenIssued { expires_at }, "a token for the machine's user data")
+            .with(event, [audit]))
     }
 
     /// What the worker found of the step that began at `since`.
@@ -97,8 +97,7 @@ impl Node {
             (ProviderStep::Releasing { then_deploy: false }, ProviderReport::Done) => {
                 let mut next = self.with_provider_step(ProviderStep::Released, ctx);
                 let removed = next.removed_once_released(ctx);
-                let step = Transition::to(next, Reply::Done, "the provider has released the machine");
-                removed.into_iter().fold(step, Transition::event)
+                Transition::to(next, Reply::Done, "the provider has released the machine").with(removed, None)
             }
             (ProviderStep::Deployed, ProviderReport::Lost { why }) => self.machine_lost(&why, ctx),
             (_, ProviderReport::Waiting { status } | ProviderReport::Failed { why: status }) => {
@@ -142,8 +141,7 @@ impl Node {
         };
         let audit = self.audit(AuditAction::NodesFailDeployment, json!({ "cause": why }));
         let due = next.machine_due();
-        let step = Transition::to(next, Reply::Done, format!("the deployment failed: {why}")).audit(audit).event(due);
-        event.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::Done, format!("the deployment failed: {why}")).event(due).with(event, [audit])
     }
 
     /// The machine was released, or given to another, by others than this service: what runs there is not to be trusted.
@@ -158,8 +156,7 @@ impl Node {
         let mut next = self.clone();
         let event = next.lifecycle.enter_quarantine(StateCode::MachineLost, &message, ctx);
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "code": StateCode::MachineLost }));
-        let step = Transition::to(next, Reply::Done, message).audit(audit);
-        event.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::Done, message).with(event, [audit])
     }
 
     fn with_provider_step(&self, step: ProviderStep, ctx: &TransitionContext<'_>) -> Self {
@@ -216,8 +213,7 @@ impl Node {
         }
         let mut next = self.clone();
         let (events, audit) = next.begin_reimage(reason, ctx);
-        let step = next.transition_with_node(format!("a reimage was ordered: {reason}")).audit(audit);
-        let step = events.into_iter().fold(step, Transition::event);
+        let step = next.transition_with_node(format!("a reimage was ordered: {reason}")).with(events, [audit]);
         Ok(step.effect(Effect::CloseNode(self.id)))
     }
 }

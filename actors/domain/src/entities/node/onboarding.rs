@@ -55,8 +55,7 @@ impl Node {
             json!({ "host": node.machine.registration.host, "sku": node.machine.registration.sku.name }),
         );
         let due = node.machine.provided.is_some().then(|| node.machine_due());
-        let step = node.transition_with_node("registered by an administrator").event(event).audit(audit);
-        Ok(due.into_iter().fold(step, Transition::event))
+        Ok(node.transition_with_node("registered by an administrator").event(event).with(due, [audit]))
     }
 
     pub(super) fn revise(
@@ -150,8 +149,7 @@ impl Node {
             | Phase::Removing { .. }
             | Phase::Removed => None,
         };
-        let step = Transition::to(next, reply, "an agent enrolled with the issued token").audit(audit);
-        let step = event.into_iter().fold(step, Transition::event);
+        let step = Transition::to(next, reply, "an agent enrolled with the issued token").with(event, [audit]);
         let had_one = !self.identity.certificates.is_empty();
         Ok(if had_one { step.effect(Effect::CloseNode(self.id)) } else { step })
     }
@@ -174,8 +172,7 @@ impl Node {
             format!("The reinstalled machine was refused: {why}. Look at the machine, then order the reimage again.");
         let event = next.lifecycle.enter_quarantine(StateCode::SystemRefused, &message, ctx);
         let audit = self.audit(AuditAction::NodesRefuseSystem, json!({ "cause": why }));
-        let step = Transition::to(next, Reply::SystemRefused, message).audit(audit);
-        Some(event.into_iter().fold(step, Transition::event))
+        Some(Transition::to(next, Reply::SystemRefused, message).with(event, [audit]))
     }
 
     /// Checks that the presented token admits this node now. Returns when it expires.

@@ -58,8 +58,9 @@ impl Node {
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left };
         let step = Transition::to(next, reply, "the agent recovered its identity").audit(audit);
         // Connections with an older certificate are closed.
-        let step = step.with(None, self.agent.restarted(&shown.boot_id, self.tenancy.holds.keys(), ctx));
-        event.into_iter().fold(step, Transition::event).effect(Effect::CloseNode(self.id))
+        step.with(None, self.agent.restarted(&shown.boot_id, self.tenancy.holds.keys(), ctx))
+            .with(event, None)
+            .effect(Effect::CloseNode(self.id))
     }
 
     /// Token and signature are valid, but another agent recovered with this state before: two machines have it.
@@ -73,8 +74,7 @@ impl Node {
                            state, then release the quarantine.";
             next.lifecycle.enter_quarantine(StateCode::CloneSuspected, message, ctx)
         });
-        let step = Transition::to(next, Reply::CloneSuspected, "an old identity generation was shown").audit(audit);
-        event.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::CloneSuspected, "an old identity generation was shown").with(event, [audit])
     }
 
     /// Issues a token for `/enroll` that replaces every earlier token.
@@ -109,10 +109,10 @@ impl Node {
                 "certificate_revoked": voids,
             }),
         );
-        let step = Transition::to(next, Reply::TokenIssued { expires_at }, asked.reason).audit(audit);
         // A holder of the revoked certificate may be connected to any of the terminals.
         let cut_off = asked.revoke_current_certificate.then_some(Event::TerminalsCutOff { node_id: self.id });
-        let step = event.into_iter().chain(cut_off).fold(step, Transition::event);
+        let events = event.into_iter().chain(cut_off);
+        let step = Transition::to(next, Reply::TokenIssued { expires_at }, asked.reason).with(events, [audit]);
         Ok(if voids { step.effect(Effect::CloseNode(self.id)) } else { step })
     }
 }

@@ -16,17 +16,6 @@ use crate::task_type::TaskType;
 use crate::validation::ValidationLevel;
 use serde_json::json;
 
-impl Transition<Node> {
-    pub(super) fn with(
-        self,
-        events: impl IntoIterator<Item = Event>,
-        audits: impl IntoIterator<Item = AuditRecord>,
-    ) -> Self {
-        let step = events.into_iter().fold(self, Self::event);
-        audits.into_iter().fold(step, Self::audit)
-    }
-}
-
 impl Node {
     /// The transition to this node, with the node as its reply.
     pub(super) fn transition_with_node(self, why: impl Into<String>) -> Transition<Self> {

@@ -47,7 +47,7 @@ impl Payment {
         };
         let next = Self { again, ..next };
         let reply = next.shown();
-        news.into_iter().fold(Transition::to(next, reply, why), Transition::event)
+        Transition::to(next, reply, why).with(news, None)
     }
 
     pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
@@ -56,8 +56,8 @@ impl Payment {
         };
         let resent: Vec<_> = self.outstanding_events().into_iter().chain(self.status_checks(ctx.now)).collect();
         let again = (!resent.is_empty()).then(|| again.next(ctx.now));
-        let step = Transition::to(Self { again, ..self.clone() }, Reply::Done, "calls without an answer are repeated");
-        resent.into_iter().fold(step, Transition::event)
+        Transition::to(Self { again, ..self.clone() }, Reply::Done, "calls without an answer are repeated")
+            .with(resent, None)
     }
 
     /// True where no request of it is outstanding.

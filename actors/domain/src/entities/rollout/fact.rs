@@ -68,8 +68,7 @@ impl Rollout {
             }
         }
         let follows = next.advance(ctx);
-        let step = Transition::to(next, Reply::Done, format!("{found} more nodes of its selector"));
-        follows.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::Done, format!("{found} more nodes of its selector")).with(follows, None)
     }
 
     fn node_ended(&self, node_id: NodeId, outcome: RolloutOutcome, ctx: &TransitionContext<'_>) -> Transition<Self> {
@@ -97,8 +96,7 @@ impl Rollout {
             }
         };
         events.extend(next.advance(ctx));
-        let step = audit.into_iter().fold(Transition::to(next, Reply::Done, why), Transition::audit);
-        events.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::Done, why).with(events, audit)
     }
 
     fn count_skipped(&mut self, node_id: NodeId, reason: SkipReason) {

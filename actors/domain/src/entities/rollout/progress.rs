@@ -71,8 +71,7 @@ impl Rollout {
         if events.is_empty() {
             return Transition::stay(Reply::Done);
         }
-        let step = Transition::to(next, Reply::Done, "updates without an answer are resent");
-        events.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::Done, "updates without an answer are resent").with(events, None)
     }
 
     /// When the page that was asked for is asked for again. Only a running rollout needs one.

@@ -101,8 +101,7 @@ impl Rollout {
         let audit = rollout.audit(AuditAction::RolloutsCreate, metadata);
         let started = Event::RolloutStarted { rollout_id: rollout.id, digest };
         let reply = rollout.shown();
-        let step = Transition::to(rollout, reply, why).audit(audit).event(started);
-        follows.into_iter().fold(step, Transition::event)
+        Transition::to(rollout, reply, why).audit(audit).event(started).with(follows, None)
     }
 
     pub(super) fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
@@ -147,7 +146,6 @@ impl Rollout {
         let events = event.into_iter().chain(next.advance(ctx)).collect::<Vec<_>>();
         let audit = self.audit(action, json!({ "reason": reason }));
         let reply = next.shown();
-        let step = Transition::to(next, reply, reason).audit(audit);
-        events.into_iter().fold(step, Transition::event)
+        Transition::to(next, reply, reason).with(events, [audit])
     }
 }

@@ -157,8 +157,7 @@ impl Rollout {
             next.soak = None;
         }
         events.extend(next.advance(ctx));
-        let step = audit.into_iter().fold(Transition::to(next, Reply::Done, why), Transition::audit);
-        events.into_iter().fold(step, Transition::event)
+        Transition::to(next, Reply::Done, why).with(events, audit)
     }
 
     /// A node failed: nothing more begins until an administrator resumes the rollout.

@@ -126,9 +126,9 @@ impl Tenant {
             if action == AuditAction::SshKeysCreate && !key.is_default { BTreeSet::new() } else { self.live.clone() };
         let user_id = self.user_id.clone();
         let stale = concerned.into_iter().map(|id| Event::LoginsStale { allocation_id: id, user_id: user_id.clone() });
-        let step =
-            Transition::to(self, Reply::Key { key: key.clone() }, action.as_str()).audit(audit(action, metadata, ctx));
-        stale.fold(step, Transition::event)
+        Transition::to(self, Reply::Key { key: key.clone() }, action.as_str())
+            .audit(audit(action, metadata, ctx))
+            .with(stale, None)
     }
 
     /// The default key, which opens allocations without chosen keys.
