@@ -6,7 +6,6 @@ pub mod http_client;
 pub mod memory;
 pub mod postgres;
 pub mod rentals;
-pub mod tls_listener;
 
 use anyhow::{Context, ensure};
 use comfy_table::{Table, presets};

@@ -14,11 +14,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use tests::bench::tls_listener;
+use test_host::TlsListener;
 use tests::cluster::TestCluster;
 use uuid::Uuid;
 
@@ -109,7 +109,12 @@ pub(crate) async fn serve(settings: Settings) -> anyhow::Result<()> {
         .route("/api/v1/ssh-keys/{id}/default", post(write))
         .with_state(plain);
 
-    tls_listener::serve(router, &settings.certificate, &settings.key).await
+    let listener = TlsListener::bind(&settings.certificate, &settings.key).await?;
+    let mut out = std::io::stdout();
+    writeln!(out, "{}", listener.port()?)?;
+    out.flush()?;
+    axum::serve(listener, router).await?;
+    Ok(())
 }
 
 async fn read(State(plain): State<BaselineState>, headers: HeaderMap) -> Result<Json<Value>, StatusCode> {

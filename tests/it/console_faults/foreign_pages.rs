@@ -7,7 +7,7 @@ use axum::response::Html;
 use axum::routing::get;
 use serde_json::json;
 use std::time::Instant;
-use tests::bench::tls_listener::TlsListener;
+use test_host::TlsListener;
 use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,6 +1,5 @@
 //! A log store for a test: it accepts batches over TLS as Loki's push API does, and responds as the test configures.
 
-use crate::bench::tls_listener::TlsListener;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
@@ -9,6 +8,7 @@ use axum::routing::post;
 use local_servers::pki::Authority;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use test_host::TlsListener;
 use tokio::task::AbortHandle;
 
 /// A batch as it was received.

@@ -1,7 +1,6 @@
 //! A receiver of webhooks for a test: it accepts messages over TLS, and responds as the test configures. Messages are verified with the
 //! reference library of Standard Webhooks.
 
-use crate::bench::tls_listener::TlsListener;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
@@ -14,6 +13,7 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use test_host::TlsListener;
 use tokio::task::AbortHandle;
 
 use super::WAIT_TIMEOUT;

@@ -12,12 +12,14 @@ mod environment;
 mod member;
 mod memory;
 mod node_fixture;
+mod tls_listener;
 
 pub use captured_log::CapturedLog;
 pub use environment::{NoEffects, NoPeers, TestEnvironment};
 pub use member::{PgMember, PgTestStore};
 pub use memory::MemoryStore;
 pub use node_fixture::{registered_node, registration, reported_inventory};
+pub use tls_listener::TlsListener;
 
 use actors::shell_dependencies::{Effects, Environment, Remote, Store, Term};
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};

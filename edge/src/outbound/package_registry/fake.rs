@@ -4,18 +4,10 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
-use axum::serve::Listener;
 use local_servers::pki::Authority;
-use rustls::ServerConfig;
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use tokio::net::{TcpListener, TcpStream};
+use test_host::TlsListener;
 use tokio::task::AbortHandle;
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
 
 /// An answer to a path, with the credential that was sent.
 pub(crate) type Answer = dyn Fn(&str, Option<&str>) -> Response + Send + Sync;
@@ -39,12 +31,8 @@ impl Drop for FakeRegistry {
 impl FakeRegistry {
     pub(crate) async fn start(authority: &Authority, answer: Box<Answer>) -> Self {
         let certificate = authority.server_certificate("registry").unwrap();
-        let chain = CertificateDer::pem_file_iter(&certificate.certificate_path).unwrap();
-        let chain = chain.collect::<Result<Vec<_>, _>>().unwrap();
-        let key = PrivateKeyDer::from_pem_file(&certificate.key_path).unwrap();
-        let tls = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key).unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
+        let listener = TlsListener::bind(&certificate.certificate_path, &certificate.key_path).await.unwrap();
+        let port = listener.port().unwrap();
         let requests = Requests::default();
         let (recorded, answer) = (Arc::clone(&requests), Arc::<Answer>::from(answer));
         let router = axum::Router::new().fallback(move |request: Request| {
@@ -59,7 +47,6 @@ impl FakeRegistry {
                 answer
             }
         });
-        let listener = TlsListener { listener, acceptor: TlsAcceptor::from(Arc::new(tls)) };
         let serving = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() }).abort_handle();
         Self { port, requests, serving }
     }
@@ -95,30 +82,4 @@ pub(crate) fn silence() -> Response {
 pub(crate) fn endless() -> Response {
     let begun = futures::stream::iter([Ok::<_, std::io::Error>("{\"begun\":")]);
     Body::from_stream(futures::StreamExt::chain(begun, futures::stream::pending())).into_response()
-}
-
-struct TlsListener {
-    listener: TcpListener,
-    acceptor: TlsAcceptor,
-}
-
-impl Listener for TlsListener {
-    type Io = TlsStream<TcpStream>;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Self::Io, SocketAddr) {
-        loop {
-            let Ok((stream, address)) = self.listener.accept().await else {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-                continue;
-            };
-            if let Ok(stream) = self.acceptor.accept(stream).await {
-                return (stream, address);
-            }
-        }
-    }
-
-    fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
 }

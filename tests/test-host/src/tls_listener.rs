@@ -1,6 +1,5 @@
-//! A plain server behind TLS, as a baseline: a process of its own that prints its port first.
+//! A listener behind TLS, for servers of a test.
 
-use axum::Router;
 use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -35,24 +34,6 @@ impl TlsListener {
     pub fn port(&self) -> std::io::Result<u16> {
         Ok(self.listener.local_addr()?.port())
     }
-}
-
-/// Serves until it is killed; prints its port on standard output.
-///
-/// # Errors
-/// If certificate or key cannot be read, or there is no free port.
-pub async fn serve(router: Router, certificate: &Path, key: &Path) -> anyhow::Result<()> {
-    let listener = TlsListener::bind(certificate, key).await?;
-    say(listener.port()?)?;
-    axum::serve(listener, router).await?;
-    Ok(())
-}
-
-fn say(port: u16) -> std::io::Result<()> {
-    use std::io::Write as _;
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{port}")?;
-    out.flush()
 }
 
 impl axum::serve::Listener for TlsListener {
