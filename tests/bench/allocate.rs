@@ -6,12 +6,13 @@
 
 use anyhow::Context;
 use futures::future::join_all;
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use sqlx::PgPool;
 use std::time::{Duration, Instant};
 use tests::bench::rentals::{RentalLoad, SimulatedNodes, Tenants};
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
+use tests::bench::{
+    BenchReport, MeasurementPlan, PairedSamples, block_on, median, raise_open_files, release_build, rounded,
+};
 use tests::cluster::TestCluster;
 use uuid::Uuid;
 
@@ -30,13 +31,12 @@ const SLURM_P50_MS: f64 = 990.0;
 const SLURM_CYCLES_PER_SECOND: f64 = 32.0;
 
 fn main() -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+    block_on(run())
 }
 
 async fn run() -> anyhow::Result<()> {
     let plan = MeasurementPlan::from_environment()?;
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    raise_open_files()?;
     let mut cluster = TestCluster::builder()
         .own_postgres()
         .binaries(&release_build()?)

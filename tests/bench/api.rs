@@ -12,12 +12,13 @@ use baseline::Baseline;
 use futures::future::{join_all, try_join_all};
 use hdrhistogram::Histogram;
 use local_servers::identity::DemoUser;
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tests::bench::http_client::{BenchClient, Request};
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
+use tests::bench::{
+    BenchReport, MeasurementPlan, PairedSamples, block_on, conclude, median, raise_open_files, release_build, rounded,
+};
 use tests::cluster::client::Client;
 use tests::cluster::{TestCluster, id_of};
 use tokio::sync::Mutex;
@@ -31,8 +32,7 @@ const POST_AIM: f64 = 0.50;
 const P99_AIM_MS: f64 = 50.0;
 
 fn main() -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(async {
+    block_on(async {
         match Baseline::asked_for()? {
             Some(settings) => baseline::serve(settings).await,
             None => run().await,
@@ -42,8 +42,7 @@ fn main() -> anyhow::Result<()> {
 
 async fn run() -> anyhow::Result<()> {
     let plan = MeasurementPlan::from_environment()?;
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    raise_open_files()?;
     let cluster = TestCluster::builder()
         .own_postgres()
         .binaries(&release_build()?)
@@ -51,14 +50,8 @@ async fn run() -> anyhow::Result<()> {
         .variable("RUST_LOG", "warn")
         .start()
         .await;
-    match measure(&cluster, plan).await {
-        Ok(report) => {
-            cluster.shutdown().await;
-            report.publish()
-        }
-        // A failed benchmark keeps the cluster's folder and prints its path.
-        Err(error) => panic!("{error:?}"),
-    }
+    let measured = measure(&cluster, plan).await;
+    conclude(cluster, measured).await
 }
 
 async fn measure(cluster: &TestCluster, plan: MeasurementPlan) -> anyhow::Result<BenchReport> {

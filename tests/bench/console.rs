@@ -21,7 +21,7 @@ use browser::Browser;
 use node_changes::NodeChanges;
 use serde_json::{Value, json};
 use std::time::Duration;
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, count_from_env, median, programs, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, block_on, count_from_env, median, programs, rounded};
 use tests::cluster::TestCluster;
 
 const NODES: usize = 10_000;
@@ -56,7 +56,7 @@ const WATCH_ROWS: &str = "() => {
 
 fn main() -> anyhow::Result<()> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+    block_on(run())
 }
 
 async fn run() -> anyhow::Result<()> {

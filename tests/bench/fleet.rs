@@ -11,13 +11,14 @@ mod generated_fleet;
 
 use anyhow::{Context, ensure};
 use generated_fleet::{FleetGenerator, PAST_PER_NODE};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use tests::bench::memory::resident_kib;
 use tests::bench::rentals::{SimulatedNodes, Tenants};
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, count_from_env, median, programs, rounded};
+use tests::bench::{
+    BenchReport, MeasurementPlan, PairedSamples, block_on, count_from_env, median, programs, raise_open_files, rounded,
+};
 use tests::cluster::client::Client;
 use tests::cluster::{GPUS, TestCluster};
 
@@ -44,7 +45,7 @@ const LISTS: [(&str, &str); 3] = [
 type Measurements = BTreeMap<String, f64>;
 
 fn main() -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+    block_on(run())
 }
 
 async fn run() -> anyhow::Result<()> {
@@ -53,8 +54,7 @@ async fn run() -> anyhow::Result<()> {
     let agents = count_from_env("BENCH_FLEET_AGENTS")?.unwrap_or(AGENTS).clamp(1, SIZES[0]);
     ensure!(largest > SIZES[0], "BENCH_FLEET_NODES={largest}: the smallest size has {} nodes already", SIZES[0]);
     let sizes: Vec<usize> = SIZES.into_iter().filter(|size| *size < largest).chain([largest]).collect();
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    raise_open_files()?;
     let mut cluster = TestCluster::builder()
         .own_postgres()
         .binaries(&programs()?)

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use supervisors::dev::agents::FILES;
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, cpu_time, programs, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, block_on, conclude, cpu_time, programs, rounded};
 use tests::cluster::{GPU_MEMORY_MIB, GPU_MODEL, GPUS, TestCluster};
 
 const SKU: &str = "h100";
@@ -25,7 +25,7 @@ const LOG_LINES_PER_SECOND: u32 = 10;
 const SETTLES_IN: Duration = Duration::from_secs(10);
 
 fn main() -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+    block_on(run())
 }
 
 async fn run() -> anyhow::Result<()> {
@@ -33,14 +33,8 @@ async fn run() -> anyhow::Result<()> {
     let binaries = programs()?;
     let mut cluster =
         TestCluster::builder().own_postgres().binaries(&binaries).variable("RUST_LOG", "warn").start().await;
-    match measure(&mut cluster, plan, &binaries).await {
-        Ok(report) => {
-            cluster.shutdown().await;
-            report.publish()
-        }
-        // A failed benchmark keeps the cluster's folder and prints its path.
-        Err(error) => panic!("{error:?}"),
-    }
+    let measured = measure(&mut cluster, plan, &binaries).await;
+    conclude(cluster, measured).await
 }
 
 async fn measure(cluster: &mut TestCluster, plan: MeasurementPlan, binaries: &Path) -> anyhow::Result<BenchReport> {

@@ -8,7 +8,7 @@ use local_servers::identity::DemoUser;
 use secrecy::ExposeSecret as _;
 use std::time::{Duration, Instant};
 use tests::bench::http_client::{BenchClient, Request};
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, release_build, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, block_on, conclude, release_build, rounded};
 use tests::cluster::TestCluster;
 
 const REPLICAS: usize = 3;
@@ -26,8 +26,7 @@ const WITHIN: f64 = 0.01;
 const PATIENT: f64 = 2.0;
 
 fn main() -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(async {
+    block_on(async {
         let during = MeasurementPlan::of_seconds(SECONDS)?.each;
         let cluster = TestCluster::builder()
             .own_postgres()
@@ -38,14 +37,8 @@ fn main() -> anyhow::Result<()> {
             .start()
             .await;
         cluster.wait_for_balanced_shards().await;
-        match measure(&cluster, during).await {
-            Ok(report) => {
-                cluster.shutdown().await;
-                report.publish()
-            }
-            // A failed benchmark keeps the cluster's folder and prints its path.
-            Err(error) => panic!("{error:?}"),
-        }
+        let measured = measure(&cluster, during).await;
+        conclude(cluster, measured).await
     })
 }
 

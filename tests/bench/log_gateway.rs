@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tests::bench::http_client::{BenchClient, Request};
 use tests::bench::memory::resident_kib;
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, programs, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, block_on, conclude, programs, rounded};
 use tests::cluster::TestCluster;
 use tests::cluster::fake_agent::FakeAgent;
 
@@ -29,8 +29,7 @@ const AIM: f64 = 0.5;
 const FLAT_KIB: f64 = 16.0 * 1024.0;
 
 fn main() -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(async {
+    block_on(async {
         let plan = MeasurementPlan::from_environment()?;
         let nginx = Nginx::start()?;
         let mut cluster = TestCluster::builder()
@@ -42,14 +41,8 @@ fn main() -> anyhow::Result<()> {
             .policy("rate_limit.node_log_pushes_per_minute", 100_000)
             .start()
             .await;
-        match measure(&mut cluster, &nginx, plan).await {
-            Ok(report) => {
-                cluster.shutdown().await;
-                report.publish()
-            }
-            // A failed benchmark keeps the cluster's folder and prints its path.
-            Err(error) => panic!("{error:?}"),
-        }
+        let measured = measure(&mut cluster, &nginx, plan).await;
+        conclude(cluster, measured).await
     })
 }
 

@@ -18,12 +18,13 @@ use anyhow::{Context, ensure};
 use fleet::Fleet;
 use haproxy::Haproxy;
 use hdrhistogram::Histogram;
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use parked_polls::{HttpVersion, ParkedPolls, Target};
 use serde_json::json;
 use std::time::{Duration, Instant};
 use tests::bench::memory::{resident_kib, slope};
-use tests::bench::{BenchReport, PairedSamples, count_from_env, median, programs, rounded};
+use tests::bench::{
+    BenchReport, PairedSamples, block_on, conclude, count_from_env, median, programs, raise_open_files, rounded,
+};
 use tests::cluster::{REGION, TestCluster, id_of};
 
 const POLLS: usize = 15_000;
@@ -40,12 +41,11 @@ const AIM_RATIO: f64 = 0.8;
 const HOLDS: usize = 1;
 
 fn main() -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+    block_on(run())
 }
 
 async fn run() -> anyhow::Result<()> {
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    let most = raise_open_files()?;
     // The open files of that process, and of this one: a connection for each poll, and the others of a process.
     let polls =
         count_from_env("BENCH_POLLS")?.unwrap_or(POLLS).min(usize::try_from(most)?.saturating_sub(1000)).max(LOOKS);
@@ -59,14 +59,8 @@ async fn run() -> anyhow::Result<()> {
         .policy("allocation.max_concurrent_per_user", 10_000)
         .start()
         .await;
-    match measure(&mut cluster, polls).await {
-        Ok(report) => {
-            cluster.shutdown().await;
-            report.publish()
-        }
-        // A failed benchmark keeps the cluster's folder and prints its path.
-        Err(error) => panic!("{error:?}"),
-    }
+    let measured = measure(&mut cluster, polls).await;
+    conclude(cluster, measured).await
 }
 
 async fn measure(cluster: &mut TestCluster, polls: usize) -> anyhow::Result<BenchReport> {

@@ -7,10 +7,11 @@
 
 use anyhow::{Context, ensure};
 use futures::{StreamExt as _, TryStreamExt as _, stream};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::time::{Duration, Instant};
-use tests::bench::{BenchReport, PairedSamples, count_from_env, programs, rounded};
+use tests::bench::{
+    BenchReport, PairedSamples, block_on, conclude, count_from_env, programs, raise_open_files, rounded,
+};
 use tests::cluster::fake_agent::FakeAgent;
 use tests::cluster::updatable_agent::{UpdatableAgent, UpdatableFleet, digest};
 use tests::cluster::{GPUS, NodeHandle, TestCluster, node_body};
@@ -29,12 +30,11 @@ const ENDS_WITHIN: Duration = Duration::from_secs(600);
 
 fn main() -> anyhow::Result<()> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+    block_on(run())
 }
 
 async fn run() -> anyhow::Result<()> {
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    raise_open_files()?;
     let nodes = count_from_env("BENCH_NODES")?.unwrap_or(NODES).max(CANARIES + 1);
     let mut cluster = TestCluster::builder()
         .own_postgres()
@@ -45,14 +45,8 @@ async fn run() -> anyhow::Result<()> {
         .policy("rate_limit.api_requests_per_minute", 1_000_000)
         .start()
         .await;
-    match measure(&mut cluster, nodes).await {
-        Ok(report) => {
-            cluster.shutdown().await;
-            report.publish()
-        }
-        // A failed benchmark keeps the cluster's folder and prints its path.
-        Err(error) => panic!("{error:?}"),
-    }
+    let measured = measure(&mut cluster, nodes).await;
+    conclude(cluster, measured).await
 }
 
 async fn measure(cluster: &mut TestCluster, nodes: usize) -> anyhow::Result<BenchReport> {

@@ -7,8 +7,10 @@ pub mod memory;
 pub mod postgres;
 pub mod rentals;
 
+use crate::cluster::TestCluster;
 use anyhow::{Context, ensure};
 use comfy_table::{Table, presets};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -211,6 +213,37 @@ pub fn programs() -> anyhow::Result<PathBuf> {
         Some(folder) => Ok(Path::new(&folder).canonicalize()?),
         None => release_build(),
     }
+}
+
+/// Runs a benchmark on two threads.
+///
+/// # Errors
+/// Those of the benchmark, or if there are no threads.
+pub fn block_on(benchmark: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(benchmark)
+}
+
+/// Raises the limit of open files to the most that is allowed, and returns it.
+///
+/// # Errors
+/// If it cannot be raised.
+pub fn raise_open_files() -> anyhow::Result<u64> {
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    Ok(most)
+}
+
+/// Ends the cluster and publishes the report. A failed benchmark keeps the cluster's folder and prints its path.
+///
+/// # Errors
+/// If the report cannot be written.
+///
+/// # Panics
+/// If the benchmark failed.
+pub async fn conclude(cluster: TestCluster, measured: anyhow::Result<BenchReport>) -> anyhow::Result<()> {
+    let report = measured.unwrap_or_else(|error| panic!("{error:?}"));
+    cluster.shutdown().await;
+    report.publish()
 }
 
 /// The number that a variable sets instead of the default.
