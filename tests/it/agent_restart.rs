@@ -131,17 +131,8 @@ async fn terminal_outlives_restart_kill_and_update_of_its_agent_and_a_stop_ends_
     assert_eq!(container.run(&program).trim(), format!("/usr/local/bin/{NEXT}"));
     assert_eq!(machine.holders().lines().count(), 1, "{}", machine.holders());
 
-    let until = Instant::now() + Duration::from_secs(90);
-    while !terminal.unread.iter().any(|message| message["type"] == "exit") {
-        assert!(
-            terminal.closed.is_none() && Instant::now() < until,
-            "{:?} {}",
-            terminal.closed,
-            container.journal(AGENT)
-        );
-        terminal.receive(Duration::from_millis(200)).await;
-    }
-    assert_eq!(terminal.expect_control("exit").await["code"], 7);
+    let exit = terminal.receive_exit(Duration::from_secs(90), || container.journal(AGENT)).await;
+    assert_eq!(exit["code"], 7);
     expect_every_line_once(&String::from_utf8_lossy(&terminal.shown), "shown");
     let recording = complete(&cluster, session).await;
     assert_eq!(recording["lost_bytes"], 0, "{recording}");

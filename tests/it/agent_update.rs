@@ -168,17 +168,8 @@ async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_
     let journal = container.journal(AGENT);
     assert!(journal.contains("status=6") && journal.contains("does not support this agent's protocol"), "{journal}");
 
-    let until = Instant::now() + Duration::from_secs(90);
-    while !terminal.unread.iter().any(|message| message["type"] == "exit") {
-        assert!(
-            terminal.closed.is_none() && Instant::now() < until,
-            "{:?} {}",
-            terminal.closed,
-            container.journal(AGENT)
-        );
-        terminal.receive(Duration::from_millis(200)).await;
-    }
-    assert_eq!(terminal.expect_control("exit").await["code"], 7);
+    let exit = terminal.receive_exit(Duration::from_secs(90), || container.journal(AGENT)).await;
+    assert_eq!(exit["code"], 7);
     expect_every_line_once(&String::from_utf8_lossy(&terminal.shown), "shown");
 
     let machine = (&container, &node);

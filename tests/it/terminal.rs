@@ -47,6 +47,20 @@ async fn wait_for_prompt(terminal: &mut Terminal) {
     terminal.expect_output("begun").await;
 }
 
+/// A token by which the second replica continues the session.
+async fn token_elsewhere(cluster: &TestCluster, allocation: Uuid, session: Uuid) -> String {
+    let elsewhere = cluster.at_replica(1, "user");
+    let until = Instant::now() + WAIT_TIMEOUT;
+    loop {
+        let answer = cluster.request_terminal_token(&elsewhere, allocation, Some(session)).await;
+        if answer.status.as_u16() == 201 {
+            return answer.body["token"].as_str().unwrap().to_owned();
+        }
+        assert!(Instant::now() < until, "{answer}");
+        tokio::time::sleep(SHORT).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn terminal_takes_input_resizes_and_reports_its_exit() {
     let (mut cluster, allocation) = start_with_allocation(1).await;
@@ -108,16 +122,7 @@ async fn session_survives_a_kill_of_its_replica_without_loss() {
         terminal.receive(SHORT).await;
     }
     let (position, mut shown) = (terminal.position, terminal.shown.clone());
-    let elsewhere = cluster.at_replica(1, "user");
-    let until = Instant::now() + WAIT_TIMEOUT;
-    let repeated = loop {
-        let answer = cluster.request_terminal_token(&elsewhere, allocation.id, Some(ticket.session)).await;
-        if answer.status.as_u16() == 201 {
-            break answer.body["token"].as_str().unwrap().to_owned();
-        }
-        assert!(Instant::now() < until, "{answer}");
-        tokio::time::sleep(SHORT).await;
-    };
+    let repeated = token_elsewhere(&cluster, allocation.id, ticket.session).await;
     let mut terminal = cluster.gateway_at(1).open(&repeated, Some(position)).await;
     let attached = terminal.attached().await;
     assert_eq!(
@@ -514,16 +519,7 @@ async fn hanging_gateway_does_not_block_its_user_at_another() {
     wait_for_prompt(&mut terminal).await;
     let position = terminal.position;
     cluster.signal_replica(0, Signal::SIGSTOP);
-    let elsewhere = cluster.at_replica(1, "user");
-    let until = Instant::now() + WAIT_TIMEOUT;
-    let repeated = loop {
-        let answer = cluster.request_terminal_token(&elsewhere, allocation.id, Some(ticket.session)).await;
-        if answer.status.as_u16() == 201 {
-            break answer.body["token"].as_str().unwrap().to_owned();
-        }
-        assert!(Instant::now() < until, "{answer}");
-        tokio::time::sleep(SHORT).await;
-    };
+    let repeated = token_elsewhere(&cluster, allocation.id, ticket.session).await;
     let mut second = cluster.gateway_at(1).open(&repeated, Some(position)).await;
     second.attached().await;
     second.enter("echo on-$((1 + 2))\n").await;

@@ -316,6 +316,16 @@ impl Terminal {
         stream.flush().await.expect("the connection takes bytes");
     }
 
+    /// Receives until the shell has ended. `context` is printed where it does not end in time.
+    pub async fn receive_exit(&mut self, within: Duration, context: impl Fn() -> String) -> Value {
+        let until = tokio::time::Instant::now() + within;
+        while !self.unread.iter().any(|message| message["type"] == "exit") {
+            assert!(self.closed.is_none() && tokio::time::Instant::now() < until, "{:?} {}", self.closed, context());
+            self.receive(Duration::from_millis(200)).await;
+        }
+        self.expect_control("exit").await
+    }
+
     /// Receives one message. `false`: no message within that time, or the connection is closed.
     pub async fn receive(&mut self, within: Duration) -> bool {
         if self.closed.is_some() {
