@@ -1,14 +1,14 @@
 //! Finds an entity and sends it commands: on this member, or over the bus on the member that owns its shard.
 
-mod gcra_forwarding;
-mod quota_forwarding;
+mod connection_quota_forwarding;
+mod rate_cell_forwarding;
 
-pub use gcra_forwarding::QuotaUnavailable;
+pub use rate_cell_forwarding::QuotaUnavailable;
 
 use crate::command_context::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
 use crate::connection_quota::ConnectionQuota;
 use crate::entity_host::Host;
-use crate::gcra_table::RateCells;
+use crate::rate_cells::RateCells;
 use crate::sharding::shard_of;
 use crate::shell_dependencies::{Remote, RemoteError};
 use chrono::TimeDelta;

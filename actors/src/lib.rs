@@ -1,8 +1,8 @@
 //! The shell that hosts every state machine.
 //!
-//! [`shell`] is the protocol (load, decide, commit, outcomes, dispatch, passivation) as a synchronous state machine. [`entity`] is the
-//! ractor actor that hosts it. [`host`] holds the entities of the shards that this process owns, with a bound in front of every
-//! mailbox. [`directory`] finds an entity on any member. What the shell requires of its environment are the traits of [`ports`].
+//! [`entity_shell`] is the protocol (load, decide, commit, outcomes, dispatch, passivation) as a synchronous state machine. [`entity`] is the
+//! ractor actor that hosts it. [`entity_host`] holds the entities of the shards that this process owns, with a bound in front of every
+//! mailbox. [`directory`] finds an entity on any member. What the shell requires of its environment are the traits of [`shell_dependencies`].
 
 mod changed_nodes;
 pub mod command_context;
@@ -12,7 +12,7 @@ mod entity;
 pub mod entity_host;
 pub mod entity_shell;
 mod entity_watch;
-pub mod gcra_table;
+pub mod rate_cells;
 mod recent_changes;
 pub mod sharding;
 pub mod shell_dependencies;

@@ -7,8 +7,8 @@ use wire::cleanup_proof::CleanupFinding;
 use wire::inventory::{DeviceRef, ExecutorKind};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::allocation_records::WithheldGpu;
 use crate::health::finding_log::Condition;
-use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::GpuWithoutProof;
 

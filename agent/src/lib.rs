@@ -6,6 +6,7 @@
 
 pub mod agent_update;
 pub mod agent_user;
+pub mod allocation_records;
 pub mod atomic_file;
 pub mod bounded_reading;
 pub mod bounded_tool;
@@ -27,7 +28,6 @@ pub mod logging;
 pub mod node_api_client;
 pub mod process_attributes;
 pub mod repeated_failures;
-pub mod reservations;
 pub mod sandbox;
 pub mod server_clock;
 pub mod service_manager;

@@ -4,7 +4,7 @@
 //! for nodes with one tenant. It does guarantee: one allocation for each device, nothing created twice, and a clean-up that is verified.
 //!
 //! ```text
-//! STATE/allocations/<id>/allocation.json   the reservation; written first, removed last
+//! STATE/allocations/<id>/allocation.json   the record of the allocation; written first, removed last
 //!                       /authorized_keys   the agent's, outside the home
 //!                       /environment       the environment of the tenant's processes
 //!                       /home/ /tmp/
@@ -21,11 +21,11 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::allocation_records::{AllocationRecords, RECORD, WithheldGpu};
 use crate::atomic_file::{self, FileError};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
 use crate::health::finding_log::Condition;
-use crate::reservations::{RECORD, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::{self, GpuWithoutProof};
 
@@ -39,7 +39,7 @@ use processes::ProcessTable;
 pub struct Sandbox {
     gpus: Arc<Gpus>,
     processes: ProcessTable,
-    reservations: Reservations,
+    allocations: AllocationRecords,
 }
 
 impl Sandbox {
@@ -48,7 +48,7 @@ impl Sandbox {
     /// # Errors
     /// [`FileError`] when the folder cannot be created or read.
     pub fn open(state_dir: &Path, gpus: Arc<Gpus>) -> Result<Self, FileError> {
-        Ok(Self { gpus, processes: ProcessTable::default(), reservations: Reservations::open(state_dir)? })
+        Ok(Self { gpus, processes: ProcessTable::default(), allocations: AllocationRecords::open(state_dir)? })
     }
 
     fn furnish(&self, task: &Provision, folder: &Path) -> Result<(), TaskFailure> {
@@ -72,7 +72,7 @@ impl Sandbox {
         Ok(atomic_file::write_without_sync(&folder.join("environment"), environment.as_bytes(), atomic_file::PUBLIC)?)
     }
 
-    /// Everything but the reservation.
+    /// Everything but the record.
     fn clear(&self, folder: &Path) {
         let Ok(entries) = fs::read_dir(folder) else { return };
         for entry in entries.flatten().filter(|entry| entry.file_name() != RECORD) {
@@ -89,8 +89,8 @@ impl Executor for Sandbox {
 
     fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure> {
         tenant_setup::check(task)?;
-        self.reservations.reserve(task, &self.gpus)?;
-        let folder = self.reservations.folder_of(task.allocation_id);
+        self.allocations.reserve(task, &self.gpus)?;
+        let folder = self.allocations.folder_of(task.allocation_id);
         self.furnish(task, &folder)?;
         Ok(output([
             ("user_name", json!(task.user_name)),
@@ -103,8 +103,8 @@ impl Executor for Sandbox {
 
     fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure> {
         tenant_setup::check_authorized_keys(&task.authorized_keys)?;
-        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
-        let path = self.reservations.folder_of(tenant.allocation_id).join("authorized_keys");
+        let tenant = self.allocations.of_tenant(task.allocation_id, &task.user_name)?;
+        let path = self.allocations.folder_of(tenant.allocation_id).join("authorized_keys");
         atomic_file::write_atomically(
             &path,
             tenant_setup::authorized_keys(&task.authorized_keys).as_bytes(),
@@ -114,7 +114,7 @@ impl Executor for Sandbox {
     }
 
     fn release(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure> {
-        let folder = self.reservations.folder_of(task.allocation_id);
+        let folder = self.allocations.folder_of(task.allocation_id);
         let ended = self.processes.end_all(task.allocation_id, &folder);
         let leftovers = SandboxLeftovers::of(task.allocation_id, ended.seen.clone());
         self.clear(&folder);
@@ -130,21 +130,21 @@ impl Executor for Sandbox {
         findings.extend(leftovers.check_removed());
         findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &BTreeSet::new()));
         if findings.iter().all(CleanupFinding::is_no_leftover) {
-            self.reservations.free(task.allocation_id, &findings)?;
+            self.allocations.free(task.allocation_id, &findings)?;
         }
-        findings.push(self.reservations.check_removed(task.allocation_id));
+        findings.push(self.allocations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(ended.seen.len()))]), findings })
     }
 
     fn shell(&self, task: &OpenTerminal) -> Result<ShellCommand, TaskFailure> {
-        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        let tenant = self.allocations.of_tenant(task.allocation_id, &task.user_name)?;
         // In the sandbox a tenant is the agent's own user, and must not be root. The program does not even start so.
         if nix::unistd::Uid::effective().is_root() {
             let message =
                 "the agent runs as root and has no users of its own for tenants; use --user, or --executor system";
             return Err(TaskFailure::new("sandbox_is_root", message));
         }
-        let folder = self.reservations.folder_of(task.allocation_id);
+        let folder = self.allocations.folder_of(task.allocation_id);
         let (home, tmp) = (folder.join("home"), folder.join("tmp"));
         let (home_text, tmp) = (home.to_string_lossy(), tmp.to_string_lossy());
         let environment =
@@ -153,15 +153,15 @@ impl Executor for Sandbox {
     }
 
     fn tenants(&self) -> Vec<Release> {
-        self.reservations.tenants()
+        self.allocations.tenants()
     }
 
     fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
-        self.reservations.withhold(uuid)
+        self.allocations.withhold(uuid)
     }
 
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
-        self.reservations.unproved().all()
+        self.allocations.unproved().all()
     }
 
     /// It bounds none.
@@ -173,15 +173,15 @@ impl Executor for Sandbox {
     fn follow_device_nodes(&self) {}
 
     fn reconcile_devices(&self) -> bool {
-        unproved_gpus::prove(self.reservations.unproved(), &self.gpus)
+        unproved_gpus::prove(self.allocations.unproved(), &self.gpus)
     }
 
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {
         let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
-        self.reservations.check_writable()?;
+        self.allocations.check_writable()?;
         Ok(output([
             ("gpus", json!(gpus.iter().map(|gpu| gpu.uuid.as_str()).collect::<Vec<_>>())),
-            ("allocations", json!(self.reservations.ids())),
+            ("allocations", json!(self.allocations.ids())),
         ]))
     }
 

@@ -7,9 +7,9 @@ use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
 
+use crate::allocation_records::WithheldGpu;
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::health::finding_log::Condition;
-use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::GpuWithoutProof;
 

@@ -5,7 +5,7 @@
 //! KEYS/<name>                    authorized keys: root's, outside the home, readable for sshd
 //! /etc/sudoers.d/gpuaas-<name>   the few commands it may run as root
 //! STATE/accounts.json            which uids were ever given, and what was written for each tenant
-//! STATE/allocations/<id>/        the reservation; written first, removed last
+//! STATE/allocations/<id>/        the record of the allocation; written first, removed last
 //! STATE/private/                 each tenant's own /tmp, /var/tmp and /dev/shm ([`private_tmp`])
 //! ```
 //!
@@ -30,12 +30,12 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::allocation_records::{AllocationRecord, AllocationRecords, WithheldGpu};
 use crate::atomic_file::{self, FileError};
 use crate::bounded_tool::Tool;
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
 use crate::health::finding_log::Condition;
-use crate::reservations::{Reservation, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::{self, GpuWithoutProof};
 
@@ -128,7 +128,7 @@ impl Default for Settings {
 pub struct System {
     settings: Settings,
     gpus: Arc<Gpus>,
-    reservations: Reservations,
+    allocations: AllocationRecords,
     accounts: Accounts,
     guard: DeviceGuard,
     private: PrivateTmp,
@@ -175,7 +175,7 @@ impl System {
         if PrivateTmp::covers(&settings.homes) {
             return Err(SystemOpenError::HomesAreCovered(settings.homes));
         }
-        let reservations = Reservations::open(state_dir)?;
+        let allocations = AllocationRecords::open(state_dir)?;
         let private = PrivateTmp::open(state_dir)?;
         let accounts = Accounts::open(state_dir, settings.uids.clone(), settings.account_tool_limit)?;
         let make_keys = || {
@@ -190,7 +190,7 @@ impl System {
         let system = Self {
             settings,
             gpus,
-            reservations,
+            allocations,
             accounts,
             guard,
             private,
@@ -216,8 +216,8 @@ impl System {
     /// Gives present tenants the sudo commands of the present settings. A file that is neither what the agent has written nor what it would
     /// write is left as it is, and reported as a change of privileges.
     fn renew_sudo_rules(&self) {
-        for reservation in self.reservations.all() {
-            let id = reservation.allocation_id;
+        for record in self.allocations.all() {
+            let id = record.allocation_id;
             let Some(account) = self.accounts.of(id).filter(TenantAccount::is_there) else { continue };
             if let Err(error) = self.renew_sudo_rules_of(id, &account) {
                 warn!(
@@ -262,17 +262,17 @@ impl System {
 
     /// The tenants whose accounts are there. An allocation whose account was being made, or is being cleaned up, gets its devices when its
     /// task is sent again.
-    fn present_tenants(&self) -> Vec<(Reservation, TenantAccount)> {
-        let account = |held: Reservation| {
+    fn present_tenants(&self) -> Vec<(AllocationRecord, TenantAccount)> {
+        let account = |held: AllocationRecord| {
             let account = self.accounts.of(held.allocation_id).filter(TenantAccount::is_there)?;
             Some((held, account))
         };
-        self.reservations.all().into_iter().filter_map(account).collect()
+        self.allocations.all().into_iter().filter_map(account).collect()
     }
 
     /// Folders in memory are gone after a reboot.
     fn restore_private_tmp(&self) -> Result<(), TaskFailure> {
-        let accounts = self.reservations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
+        let accounts = self.allocations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
         accounts.filter(TenantAccount::is_there).try_for_each(|account| self.private.make(&account))
     }
 
@@ -292,7 +292,7 @@ impl System {
         // First no new login, no sudo and no device; then processes are ended; then files are removed. None of it waits for the driver.
         let _ = atomic_file::remove(&keys);
         sudoers::forbid(&account.name);
-        let closed = self.reservations.close_devices(task.allocation_id, || self.guard.close(account));
+        let closed = self.allocations.close_devices(task.allocation_id, || self.guard.close(account));
         if let Err(failure) = closed {
             // It is open to a uid that no process has from here on, and that no other tenant gets.
             warn!(error_code = failure.code, error = failure.message, "a device of an ended tenant keeps its owner");
@@ -319,10 +319,10 @@ impl System {
             findings = self.check_all_removed(task, account, &leftovers);
         }
         if findings.iter().all(CleanupFinding::is_no_leftover) {
-            self.reservations.free(task.allocation_id, &findings)?;
+            self.allocations.free(task.allocation_id, &findings)?;
             self.accounts.forget(task.allocation_id)?;
         }
-        findings.push(self.reservations.check_removed(task.allocation_id));
+        findings.push(self.allocations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(ended))]), findings })
     }
 }
@@ -358,7 +358,7 @@ impl Executor for System {
     fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure> {
         tenant_setup::check(task)?;
         self.guard.check(&self.gpus)?;
-        self.reservations.reserve(task, &self.gpus)?;
+        self.allocations.reserve(task, &self.gpus)?;
         let home = self.home_of(&task.user_name);
         let account = self.accounts.make(task.allocation_id, &task.user_name, &home)?;
         make_home(&home, &account)?;
@@ -387,7 +387,7 @@ impl Executor for System {
 
     fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure> {
         tenant_setup::check_authorized_keys(&task.authorized_keys)?;
-        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        let tenant = self.allocations.of_tenant(task.allocation_id, &task.user_name)?;
         let account = self.accounts.of(task.allocation_id).filter(|account| account.name == tenant.user_name);
         // An account that is being removed must not be opened again.
         let account = account.filter(TenantAccount::is_there);
@@ -406,7 +406,7 @@ impl Executor for System {
     }
 
     fn shell(&self, task: &OpenTerminal) -> Result<ShellCommand, TaskFailure> {
-        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        let tenant = self.allocations.of_tenant(task.allocation_id, &task.user_name)?;
         let account = self.accounts.of(task.allocation_id).filter(|account| account.name == tenant.user_name);
         let account =
             account.ok_or_else(|| TaskFailure::new("tenant_unknown", "the allocation has no account here"))?;
@@ -419,15 +419,15 @@ impl Executor for System {
     }
 
     fn tenants(&self) -> Vec<Release> {
-        self.reservations.tenants()
+        self.allocations.tenants()
     }
 
     fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
-        self.reservations.withhold(uuid)
+        self.allocations.withhold(uuid)
     }
 
     fn unproved_gpus(&self) -> BTreeMap<String, GpuWithoutProof> {
-        self.reservations.unproved().all()
+        self.allocations.unproved().all()
     }
 
     fn unbounded_tenants(&self) -> Vec<Condition> {
@@ -440,12 +440,12 @@ impl Executor for System {
 
     fn reconcile_devices(&self) -> bool {
         self.open_held_devices();
-        unproved_gpus::prove(self.reservations.unproved(), &self.gpus)
+        unproved_gpus::prove(self.allocations.unproved(), &self.gpus)
     }
 
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {
         self.guard.check(&self.gpus)?;
-        self.reservations.check_writable()?;
+        self.allocations.check_writable()?;
         self.restore_loopback_guard();
         let uids_left = self.accounts.uids_left();
         if uids_left == 0 {
@@ -454,7 +454,7 @@ impl Executor for System {
         let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
         Ok(output([
             ("gpus", json!(gpus.iter().map(|gpu| gpu.uuid.as_str()).collect::<Vec<_>>())),
-            ("allocations", json!(self.reservations.ids())),
+            ("allocations", json!(self.allocations.ids())),
             ("uids_left", json!(uids_left)),
             ("isolation", json!(self.guard.name())),
             ("separated", json!(self.separated())),
@@ -496,9 +496,9 @@ impl System {
         findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &BTreeSet::new()));
         findings.extend(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
         if findings.iter().all(CleanupFinding::is_no_leftover) {
-            self.reservations.free(task.allocation_id, &findings)?;
+            self.allocations.free(task.allocation_id, &findings)?;
         }
-        findings.push(self.reservations.check_removed(task.allocation_id));
+        findings.push(self.allocations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(0))]), findings })
     }
 }

@@ -3,13 +3,13 @@
 //!
 //! Nothing of a batch is changed or stored here. It is read within bounds and judged by its labels: a node writes under its own id alone.
 
-mod counters;
 #[cfg(test)]
 mod fuzz;
 mod labels;
+mod log_gateway_metrics;
 mod push_request;
 
-pub use counters::{COUNTERS, LogGatewayCounters};
+pub use log_gateway_metrics::{COUNTERS, LogGatewayCounters};
 
 use crate::app_state::AppState;
 use crate::auth::signed_tokens::node_log::{GATEWAY_PATH, NodeLogTokenSubject};

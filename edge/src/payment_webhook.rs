@@ -5,10 +5,10 @@
 //! first delivery and has no effect.
 
 mod body;
-mod counters;
+mod webhook_metrics;
 
 pub use body::{body_of, seal_body};
-pub use counters::{COUNTERS, WebhookCounters};
+pub use webhook_metrics::{COUNTERS, WebhookCounters};
 
 use actors::AskError;
 use actors::sharding::id_of_name;

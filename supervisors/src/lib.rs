@@ -5,12 +5,12 @@ pub mod audit_command;
 pub mod begin_incarnation_command;
 pub mod cluster;
 pub mod cluster_runtime;
-pub mod commit_effects;
 pub mod config;
 pub mod config_command;
 #[cfg(feature = "dev")]
 pub mod dev;
 pub mod doctor;
+pub mod effect_broadcast;
 pub mod entity_environment;
 pub mod entity_store;
 pub mod exit_status;

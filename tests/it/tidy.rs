@@ -301,12 +301,12 @@ const READERS_OF_OTHERS: [&str; 4] = ["actors/src/", "agent/", "edge/src/", "sup
 const READERS_OF_OWN_JSON: [&str; 41] = [
     "actors/src/entity_shell.rs",
     "agent/package/src/update/update_folder.rs",
+    "agent/src/allocation_records.rs",
     "agent/src/health/finding_log.rs",
     "agent/src/identity.rs",
     "agent/src/integrity/baseline.rs",
     "agent/src/integrity/recorded_tenants.rs",
     "agent/src/log_collector/spool.rs",
-    "agent/src/reservations.rs",
     "agent/src/server_clock.rs",
     "agent/src/system_executor/accounts.rs",
     "agent/src/task_journal.rs",

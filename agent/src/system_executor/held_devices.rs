@@ -11,9 +11,9 @@ use wire::inventory::DeviceRef;
 
 use super::System;
 use super::accounts::TenantAccount;
+use crate::allocation_records::AllocationRecord;
 use crate::executor::TaskFailure;
 use crate::repeated_failures::RepeatedFailures;
-use crate::reservations::Reservation;
 
 /// What the agent remembers of the devices of tenants.
 #[derive(Default)]
@@ -49,7 +49,7 @@ impl System {
         }
         self.held_devices.unopened.retain(|allocation_id| {
             let fails = unopened.contains(allocation_id);
-            if !fails && self.reservations.contains(*allocation_id) {
+            if !fails && self.allocations.contains(*allocation_id) {
                 info!(%allocation_id, "the tenant's devices are open");
             }
             fails
@@ -71,13 +71,13 @@ impl System {
     }
 
     /// Opens those devices that the driver reports. Returns the first failure.
-    fn open_each(&self, held: &Reservation, account: &TenantAccount) -> Result<(), TaskFailure> {
+    fn open_each(&self, held: &AllocationRecord, account: &TenantAccount) -> Result<(), TaskFailure> {
         // systemd reads both with the slice.
         let limited = self.limit(account, held.devices.len());
         let has_changed = *limited.as_ref().unwrap_or(&false);
         let open = |device: &DeviceRef| {
             let Some(node) = self.guard.node(&self.gpus, device)? else { return Ok(()) };
-            self.reservations.open_device(held.allocation_id, || self.guard.open_node(&node, account))
+            self.allocations.open_device(held.allocation_id, || self.guard.open_node(&node, account))
         };
         let opened = held.devices.iter().map(open).fold(limited.map(drop), Result::and);
         self.guard.renew_slice(account, has_changed)?;

@@ -154,9 +154,9 @@ impl System {
     /// The GPUs that share the machine: also those that the driver does not read at this moment, so that the shares of all tenants never add
     /// up to more than the machine.
     fn count_gpus(&self) -> usize {
-        let held = self.reservations.all().into_iter().flat_map(|held| held.devices).map(|device| device.uuid);
+        let held = self.allocations.all().into_iter().flat_map(|held| held.devices).map(|device| device.uuid);
         let stored = finding_log::stored_gpus(&self.state_dir).into_iter().map(|gpu| gpu.uuid);
-        let unproved = self.reservations.unproved().all().into_keys();
+        let unproved = self.allocations.unproved().all().into_keys();
         count_known(self.gpus.survey(false).unwrap_or_default(), held.chain(stored).chain(unproved))
     }
 

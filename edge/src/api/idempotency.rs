@@ -13,11 +13,11 @@ use std::convert::Infallible;
 
 use crate::http::error::{ApiError, Code};
 
-mod counters;
+mod idempotency_metrics;
 pub(crate) mod request_layer;
 mod stored_response;
 
-pub use counters::{COUNTERS, IdempotencyCounters};
+pub use idempotency_metrics::{COUNTERS, IdempotencyCounters};
 
 /// The header that brings a key.
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");

@@ -4,15 +4,15 @@
 //! quota. The owner of the shard holds the quota's cell; while the owner cannot be reached, requests are admitted and counted, except for
 //! groups that have a quota of their own in each process.
 
-mod address;
-mod node;
+mod address_limit;
+mod node_limit;
 
-pub use address::AddressLimit;
-pub(crate) use address::cell_of;
-pub use node::NodeLimit;
+pub use address_limit::AddressLimit;
+pub(crate) use address_limit::cell_of;
+pub use node_limit::NodeLimit;
 
 use actors::Directory;
-use actors::gcra_table::RateCells;
+use actors::rate_cells::RateCells;
 use actors::sharding::command_id;
 use axum::extract::{Request, State};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, request};

@@ -134,7 +134,7 @@ async fn idempotency_key_outcomes_are_counted() {
     unknown.send().await.refused(400, "invalid_request");
     let after = figures();
     let counted: Vec<_> = after.iter().zip(before).map(|(after, before)| after - before).collect();
-    // No keyed route responds without a body or with one that is not JSON: `idempotency::counters` tests how such are counted.
+    // No keyed route responds without a body or with one that is not JSON: `idempotency::idempotency_metrics` tests how such are counted.
     assert!(counted[0] >= 4.0 && counted[3] >= 2.0, "{counted:?}");
     assert_eq!(counted[1..3], [0.0, 0.0]);
 }

@@ -2,7 +2,7 @@
 
 use super::limited;
 use crate::http::error::ApiError;
-use actors::gcra_table::RateCells;
+use actors::rate_cells::RateCells;
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use domain::{NodeId, Timestamp};
 use std::time::Instant;

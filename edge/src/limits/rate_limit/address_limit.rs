@@ -4,7 +4,7 @@ use super::limited;
 use crate::http::error::ApiError;
 use crate::tls::Peer;
 use crate::tls::client_network::network_of;
-use actors::gcra_table::RateCells;
+use actors::rate_cells::RateCells;
 use axum::extract::ConnectInfo;
 use axum::http::Extensions;
 use domain::Timestamp;

@@ -28,7 +28,7 @@ pub const RECORD: &str = "allocation.json";
 
 /// The stored record of an allocation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reservation {
+pub struct AllocationRecord {
     pub allocation_id: Uuid,
     pub user_name: String,
     pub sku: String,
@@ -37,9 +37,9 @@ pub struct Reservation {
 }
 
 /// See the module's documentation.
-pub struct Reservations {
+pub struct AllocationRecords {
     folder: PathBuf,
-    held: Mutex<BTreeMap<Uuid, Reservation>>,
+    held: Mutex<BTreeMap<Uuid, AllocationRecord>>,
     /// GPUs that no allocation can get at this moment, and how many tasks withhold each. Locked after `held`.
     withheld: Mutex<BTreeMap<String, usize>>,
     /// The allocations whose release has begun, until they are freed. Held while a device is opened, and locked before `held`.
@@ -64,8 +64,8 @@ impl Drop for WithheldGpu<'_> {
     }
 }
 
-impl Reservations {
-    /// Loads the reservations that an earlier agent stored under `state_dir`.
+impl AllocationRecords {
+    /// Loads the records that an earlier agent stored under `state_dir`.
     ///
     /// # Errors
     /// [`FileError`] when the folder cannot be created or read.
@@ -77,7 +77,7 @@ impl Reservations {
         Ok(Self { folder, held, withheld, closed, unproved: UnprovedGpus::open(state_dir)? })
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Uuid, Reservation>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Uuid, AllocationRecord>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -87,9 +87,9 @@ impl Reservations {
         self.folder.join(allocation_id.to_string())
     }
 
-    /// All reservations.
+    /// All records.
     #[must_use]
-    pub fn all(&self) -> Vec<Reservation> {
+    pub fn all(&self) -> Vec<AllocationRecord> {
         self.lock().values().cloned().collect()
     }
 
@@ -99,8 +99,8 @@ impl Reservations {
         self.lock().contains_key(&allocation_id)
     }
 
-    /// Opens a device of an allocation, unless its release has begun: since the caller has read the reservation, it may even have ended. `open`
-    /// must not ask the driver, for which a release would wait.
+    /// Opens a device of an allocation, unless its release has begun: since the caller has read the record, the allocation may even have
+    /// ended. `open` must not ask the driver, for which a release would wait.
     ///
     /// # Errors
     /// That of `open`.
@@ -116,19 +116,19 @@ impl Reservations {
         close()
     }
 
-    /// The reservation of an allocation, if it is on this node under this user name.
+    /// The record of an allocation, if it is on this node under this user name.
     ///
     /// # Errors
     /// `tenant_unknown`.
-    pub fn of_tenant(&self, allocation_id: Uuid, user_name: &str) -> Result<Reservation, TaskFailure> {
+    pub fn of_tenant(&self, allocation_id: Uuid, user_name: &str) -> Result<AllocationRecord, TaskFailure> {
         let found = self.lock().get(&allocation_id).filter(|held| held.user_name == user_name).cloned();
         found.ok_or_else(|| TaskFailure::new("tenant_unknown", "the allocation is not set up on this node"))
     }
 
-    /// All reservations as release tasks.
+    /// All recorded allocations as release tasks.
     #[must_use]
     pub fn tenants(&self) -> Vec<Release> {
-        let release = |held: Reservation| Release {
+        let release = |held: AllocationRecord| Release {
             allocation_id: held.allocation_id,
             user_name: held.user_name,
             devices: held.devices,
@@ -180,22 +180,22 @@ impl Reservations {
             Some(before) => before.provisioned_at,
             None => Utc::now(),
         };
-        let reservation = Reservation {
+        let record = AllocationRecord {
             allocation_id: task.allocation_id,
             user_name: task.user_name.clone(),
             sku: task.sku.clone(),
             devices: task.devices.clone(),
             provisioned_at,
         };
-        if held.get(&task.allocation_id) != Some(&reservation) {
-            let text = serde_json::to_vec_pretty(&reservation)
+        if held.get(&task.allocation_id) != Some(&record) {
+            let text = serde_json::to_vec_pretty(&record)
                 .map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
             atomic_file::write_atomically(
                 &self.folder_of(task.allocation_id).join(RECORD),
                 &text,
                 atomic_file::PRIVATE,
             )?;
-            held.insert(task.allocation_id, reservation);
+            held.insert(task.allocation_id, record);
         }
         Ok(())
     }
@@ -241,7 +241,7 @@ impl Reservations {
                 atomic_file::sync_folder(&self.folder).map_err(|error| FileError::at("sync", &self.folder)(error))?;
                 held.remove(&allocation_id);
                 drop(held);
-                // Without a reservation, nothing is opened either.
+                // Without a record, nothing is opened either.
                 self.closed.lock().unwrap_or_else(PoisonError::into_inner).remove(&allocation_id);
                 Ok(())
             }
@@ -260,7 +260,7 @@ impl Reservations {
         }
     }
 
-    /// Whether the folder of the reservations is writable.
+    /// Whether the folder of the records is writable.
     ///
     /// # Errors
     /// [`FileError`].
@@ -271,13 +271,14 @@ impl Reservations {
     }
 }
 
-fn holder_of(held: &BTreeMap<Uuid, Reservation>, device: &DeviceRef, but: Uuid) -> Option<Uuid> {
-    let holds =
-        |other: &&Reservation| other.allocation_id != but && other.devices.iter().any(|held| held.uuid == device.uuid);
+fn holder_of(held: &BTreeMap<Uuid, AllocationRecord>, device: &DeviceRef, but: Uuid) -> Option<Uuid> {
+    let holds = |other: &&AllocationRecord| {
+        other.allocation_id != but && other.devices.iter().any(|held| held.uuid == device.uuid)
+    };
     held.values().find(holds).map(|other| other.allocation_id)
 }
 
-fn read(folder: &Path) -> Result<BTreeMap<Uuid, Reservation>, FileError> {
+fn read(folder: &Path) -> Result<BTreeMap<Uuid, AllocationRecord>, FileError> {
     let mut held = BTreeMap::new();
     for entry in fs::read_dir(folder).map_err(FileError::at("read", folder))? {
         let entry = entry.map_err(FileError::at("read", folder))?;
@@ -287,9 +288,9 @@ fn read(folder: &Path) -> Result<BTreeMap<Uuid, Reservation>, FileError> {
         let path = entry.path().join(RECORD);
         // A folder without a record was being created or removed; the task is sent again.
         let Some(text) = atomic_file::read_if_there(&path)? else { continue };
-        let reservation: Reservation =
+        let record: AllocationRecord =
             serde_json::from_str(&text).map_err(|error| FileError::at("understand", &path)(io::Error::other(error)))?;
-        held.insert(allocation_id, reservation);
+        held.insert(allocation_id, record);
     }
     // The folder's mode is part of the guarantee that tenants cannot read each other's keys.
     fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(FileError::at("protect", folder))?;
@@ -304,20 +305,20 @@ mod tests {
     #[test]
     fn device_is_opened_until_the_release_begins_and_the_release_leaves_nothing_in_memory() {
         let folder = tempfile::tempdir().unwrap();
-        let reservations = Reservations::open(folder.path()).unwrap();
+        let records = AllocationRecords::open(folder.path()).unwrap();
         let asked = GpuSimulation { count: 1, model: "H100".into(), memory_mib: 1 };
         let gpus = Gpus::detect(Uuid::nil(), Some(&asked), crate::gpu_probe::DEFAULT_DEADLINE);
         let devices: Vec<_> = gpus.list().unwrap().iter().map(DeviceRef::from).collect();
         for id in (1..=3).map(Uuid::from_u128) {
             let opens = || {
                 let mut is_open = false;
-                let opened: Result<(), io::Error> = reservations.open_device(id, || {
+                let opened: Result<(), io::Error> = records.open_device(id, || {
                     is_open = true;
                     Ok(())
                 });
                 opened.is_ok() && is_open
             };
-            assert!(!opens(), "without a reservation");
+            assert!(!opens(), "without a record");
             let task = Provision {
                 allocation_id: id,
                 user_name: "tena".into(),
@@ -326,13 +327,13 @@ mod tests {
                 sku: "h100".into(),
                 deadline_at: Utc::now(),
             };
-            reservations.reserve(&task, &gpus).unwrap();
+            records.reserve(&task, &gpus).unwrap();
             assert!(opens());
-            reservations.close_devices(id, || ());
+            records.close_devices(id, || ());
             assert!(!opens(), "its release has begun");
-            reservations.free(id, &[]).unwrap();
+            records.free(id, &[]).unwrap();
             assert!(!opens(), "its release has ended");
         }
-        assert_eq!(reservations.closed.lock().unwrap().len(), 0);
+        assert_eq!(records.closed.lock().unwrap().len(), 0);
     }
 }

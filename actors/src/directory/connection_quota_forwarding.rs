@@ -2,7 +2,7 @@
 //! limits, a few bytes beside the commands, distinguished by their first byte.
 
 use super::Directory;
-use super::gcra_forwarding::QuotaUnavailable;
+use super::rate_cell_forwarding::QuotaUnavailable;
 use crate::connection_quota::QuotaRequest;
 use crate::sharding::shard_of;
 use crate::shell_dependencies::RemoteError;
