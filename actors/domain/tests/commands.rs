@@ -50,6 +50,38 @@ fn commands_by_sort_are_as_reviewed() {
     insta::assert_snapshot!(table.join("\n"));
 }
 
+/// What other parts of the service send: the kind of the entity, and the command as it is between members. These lines change only with a
+/// release that reads both forms.
+const ENCODING: &str = include_str!("commands/encoding.txt");
+
+/// Reads and writes the commands of a machine in [`ENCODING`], which has every command of it that is no request.
+fn check_encoding<M: Machine<Command = AnyCommand<R, F, S>>, R: CommandSort, F: CommandSort, S: CommandSort>() {
+    let of_kind = |line: &&'static str| line.split_once(' ').is_some_and(|(kind, _)| kind == M::KIND.to_string());
+    let lines = ENCODING.lines().filter(of_kind).map(|line| &line[M::KIND.to_string().len() + 1..]);
+    let mut found = BTreeSet::new();
+    for line in lines {
+        let command: M::Command = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+        assert_eq!(serde_json::to_string(&command).unwrap(), line);
+        found.insert(line.split('"').nth(3).unwrap());
+    }
+    assert_eq!(found, F::TAGS.iter().copied().collect(), "commands to {}", M::KIND);
+}
+
+#[test]
+fn commands_between_members_have_the_encoding_of_the_previous_release() {
+    check_encoding::<node::Node, _, _, _>();
+    check_encoding::<allocation::Allocation, _, _, _>();
+    check_encoding::<tenant::Tenant, _, _, _>();
+    check_encoding::<terminal_session::TerminalSession, _, _, _>();
+    check_encoding::<browser_session::BrowserSession, _, _, _>();
+    check_encoding::<key_set::KeySet, _, _, _>();
+    check_encoding::<billing_account::BillingAccount, _, _, _>();
+    check_encoding::<processor_event::ProcessorEvent, _, _, _>();
+    check_encoding::<payment::Payment, _, _, _>();
+    check_encoding::<notification_endpoint::NotificationEndpoint, _, _, _>();
+    check_encoding::<rollout::Rollout, _, _, _>();
+}
+
 #[test]
 fn command_is_read_by_its_name_wherever_that_is_among_its_fields() {
     let allocation_id = domain::AllocationId(uuid::Uuid::from_u128(7));
