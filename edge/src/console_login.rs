@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use chrono::TimeDelta;
-use domain::browser_session::{BrowserSession, Fact, Opening, Place, Reply, Request, SecretDigest};
+use domain::browser_session::{BrowserSession, Instruction, Opening, Place, Reply, Request, SecretDigest};
 use domain::policy::{PolicyKey, Scopes};
 use domain::{BrowserSessionId, EntityKind, Principal};
 use persistence::queries::ListFilter;
@@ -264,7 +264,7 @@ async fn end_oldest(app: &AppState, session: &BrowserSession) -> Result<(), ApiE
     let others = rows.into_iter().map(|row| row.entity.id).filter(|id| *id != session.id.0).collect::<Vec<_>>();
     let kept = usize::try_from(most - 1).unwrap_or_default();
     for oldest in &others[..others.len().saturating_sub(kept)] {
-        tell(app, BrowserSessionId(*oldest), Fact::Displace).await?;
+        tell(app, BrowserSessionId(*oldest), Instruction::Displace).await?;
     }
     Ok(())
 }
@@ -296,7 +296,7 @@ async fn logout(State(app): State<AppState>, parts: request::Parts) -> Result<Re
     let hint = reader.open(&session).map(|tokens| tokens.id_token).inspect_err(|fault| {
         tracing::warn!(error = %fault, session.id = %session.id, "a browser session was left without its ID token");
     });
-    tell(&app, session.id, Fact::LogOut).await?;
+    tell(&app, session.id, Instruction::LogOut).await?;
     // The session has ended, whether or not the provider can be reached.
     let logout_url = provider_logout(&app).await.map(|_| LOGOUT);
     let mut headers = HeaderMap::new();
@@ -358,8 +358,8 @@ async fn backchannel_logout(
     }
     let mut failure = None;
     for id in open {
-        let fact = Fact::ProviderLogout { token_sha256: token.jti_sha256.clone(), issued_at: token.issued_at };
-        if let Err(error) = tell(&app, id, fact).await {
+        let end = Instruction::EndByProvider { token_sha256: token.jti_sha256.clone(), issued_at: token.issued_at };
+        if let Err(error) = tell(&app, id, end).await {
             failure.get_or_insert(error);
         }
     }

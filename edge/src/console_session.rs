@@ -9,7 +9,7 @@ use actors::{AskError, CommandContext};
 use axum::http::request;
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::browser_session::{BrowserSession, Fact, RefreshState, Rejection, Reply};
+use domain::browser_session::{BrowserSession, Instruction, RefreshState, Rejection, Reply};
 use domain::{Action, BrowserSessionId, Principal};
 use secrecy::ExposeSecret as _;
 use uuid::Uuid;
@@ -86,21 +86,21 @@ fn record_seen(app: &AppState, session: &BrowserSession) {
     }
     let (app, id) = (app.clone(), session.id);
     tokio::spawn(async move {
-        if let Err(error) = tell(&app, id, Fact::Touch).await {
+        if let Err(error) = tell(&app, id, Instruction::Touch).await {
             tracing::debug!(%error, "a browser session's last request was not recorded");
         }
     });
 }
 
-/// Sends a fact to the session's entity.
+/// Sends an instruction to the session's entity.
 ///
 /// # Errors
 /// `session_ended` where it has ended, or does not exist.
-pub(crate) async fn tell(app: &AppState, id: BrowserSessionId, fact: Fact) -> Result<Reply, ApiError> {
+pub(crate) async fn tell(app: &AppState, id: BrowserSessionId, instruction: Instruction) -> Result<Reply, ApiError> {
     let permit = authorize(&Principal::system(CONSOLE), Action::Advance).map_err(ApiError::internal)?;
     let deadline = app.environment.now() + ASK_TIMEOUT;
     let context = CommandContext::new(&permit, Uuid::now_v7().to_string(), deadline).urgent();
-    match app.directory.ask::<BrowserSession>(&permit, id.0, fact.into(), context).await {
+    match app.directory.ask::<BrowserSession>(&permit, id.0, instruction.into(), context).await {
         Ok(answered) => Ok(answered.reply),
         Err(AskError::Rejected(Rejection::Ended { reason })) => Err(session_ended(&reason)),
         Err(AskError::Rejected(rejection)) => Err(session_ended("unknown").because(rejection)),

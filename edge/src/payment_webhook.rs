@@ -117,7 +117,7 @@ fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
 async fn store(app: &AppState, scope: &Scope, id: Uuid, event: StripeEvent, body: &[u8]) -> Result<(), ApiError> {
     let body_enc = seal_body(&app.trust.at_rest, id, body).map_err(|error| store_failed(ApiError::internal(error)))?;
     let nothing_follows = !event.has_effect();
-    let receive = Fact::Receive {
+    let receive = Fact::Received {
         digest: hex::encode(event.digest()),
         object_id: event.object_id(),
         occurred_at: event.occurred_at,

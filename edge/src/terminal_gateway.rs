@@ -25,7 +25,7 @@ use chrono::TimeDelta;
 use domain::allocation::{Allocation, Phase};
 use domain::authz::authorize;
 use domain::commit::Precondition;
-use domain::terminal_session::{Fact, Rejection, Reply, TerminalSession, TerminalTokenFault, TokenDigest};
+use domain::terminal_session::{Instruction, Rejection, Reply, TerminalSession, TerminalTokenFault, TokenDigest};
 use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
@@ -157,7 +157,7 @@ async fn admit(
     let active = allocation.filter(|found| matches!(found.it.phase, Phase::Active { .. }));
     let Some(allocation) = active else { return Ok(Err(close::REVOKED)) };
     let active = Precondition { entity: allocation.it.id.0, version: allocation.version };
-    let attach = Fact::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
+    let attach = Instruction::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
     match ask(app, scope, id, attach).await {
         Ok(Reply::Attached { attachment, session }) => {
             app.terminals.metrics().consumed.inc();
@@ -180,16 +180,16 @@ async fn admit(
     }
 }
 
-/// Sends a fact to the session's state machine as the gateway.
+/// Sends an instruction to the session's state machine as the gateway.
 async fn ask(
     app: &AppState,
     scope: &Scope,
     session: TerminalSessionId,
-    fact: Fact,
+    instruction: Instruction,
 ) -> Result<Reply, AskError<Rejection>> {
     let permit: Permit = authorize(&Principal::system(GATEWAY), Action::Advance).map_err(|_| AskError::Denied)?;
     let context = scope.command_context(&permit, app.environment.now() + ASK_TIMEOUT).urgent();
-    let answered = app.directory.ask::<TerminalSession>(&permit, session.0, fact.into(), context).await?;
+    let answered = app.directory.ask::<TerminalSession>(&permit, session.0, instruction.into(), context).await?;
     Ok(answered.reply)
 }
 

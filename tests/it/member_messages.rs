@@ -29,7 +29,7 @@ async fn unauthenticated_message_on_nats_has_no_effect() {
     let bus = cluster.bus().await;
 
     // As a worker of the control plane, directly to the owner of the shard, and as an event with the same reaction.
-    let command = forged::<Allocation>(allocation.id, &Fact::Uncover.into(), Action::Advance);
+    let command = forged::<Allocation>(allocation.id, &Fact::Uncovered.into(), Action::Advance);
     let shard = format!("gpuaas.shard.{}", actors::sharding::shard_of(allocation.id));
     let answer = tokio::time::timeout(A_WHILE, bus.request(shard.clone(), command.into())).await;
     assert!(!matches!(answer, Ok(Ok(_))), "a stranger gets an answer: {answer:?}");

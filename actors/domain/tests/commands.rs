@@ -19,14 +19,31 @@ fn names_in_json<C: CommandSort>() -> Vec<String> {
 }
 
 /// The rows of a machine whose command is of these sorts.
-fn rows<M: Machine<Command = AnyCommand<R, F, S>>, R: CommandSort, F: CommandSort, S: CommandSort>() -> String {
+fn rows<
+    M: Machine<Command = AnyCommand<R, I, F, S>>,
+    R: CommandSort,
+    I: CommandSort,
+    F: CommandSort,
+    S: CommandSort,
+>() -> String {
     assert_eq!(names_in_json::<R>(), R::TAGS, "{} requests", M::KIND);
+    assert_eq!(names_in_json::<I>(), I::TAGS, "{} instructions", M::KIND);
     assert_eq!(names_in_json::<F>(), F::TAGS, "{} facts", M::KIND);
     assert_eq!(names_in_json::<S>(), S::TAGS, "{} maintenance", M::KIND);
-    let all: BTreeSet<_> = R::TAGS.iter().chain(F::TAGS).chain(S::TAGS).collect();
-    assert_eq!(all.len(), R::TAGS.len() + F::TAGS.len() + S::TAGS.len(), "a command of {} is of two sorts", M::KIND);
+    let all: BTreeSet<_> = [R::TAGS, I::TAGS, F::TAGS, S::TAGS].concat().into_iter().collect();
+    assert_eq!(
+        all.len(),
+        R::TAGS.len() + I::TAGS.len() + F::TAGS.len() + S::TAGS.len(),
+        "a command of {} is of two sorts",
+        M::KIND
+    );
     let mut rows = String::new();
-    for (sort, names) in [("requests", R::TAGS), ("facts", F::TAGS), ("maintenance", S::TAGS)] {
+    for (sort, names) in
+        [("requests", R::TAGS), ("instructions", I::TAGS), ("facts", F::TAGS), ("maintenance", S::TAGS)]
+    {
+        if names.is_empty() {
+            continue;
+        }
         writeln!(rows, "{} {sort}: {}", M::KIND, names.join(", ")).unwrap();
     }
     rows
@@ -35,17 +52,17 @@ fn rows<M: Machine<Command = AnyCommand<R, F, S>>, R: CommandSort, F: CommandSor
 #[test]
 fn commands_by_sort_are_as_reviewed() {
     let table = [
-        rows::<node::Node, _, _, _>(),
-        rows::<allocation::Allocation, _, _, _>(),
-        rows::<tenant::Tenant, _, _, _>(),
-        rows::<terminal_session::TerminalSession, _, _, _>(),
-        rows::<browser_session::BrowserSession, _, _, _>(),
-        rows::<key_set::KeySet, _, _, _>(),
-        rows::<billing_account::BillingAccount, _, _, _>(),
-        rows::<processor_event::ProcessorEvent, _, _, _>(),
-        rows::<payment::Payment, _, _, _>(),
-        rows::<notification_endpoint::NotificationEndpoint, _, _, _>(),
-        rows::<rollout::Rollout, _, _, _>(),
+        rows::<node::Node, _, _, _, _>(),
+        rows::<allocation::Allocation, _, _, _, _>(),
+        rows::<tenant::Tenant, _, _, _, _>(),
+        rows::<terminal_session::TerminalSession, _, _, _, _>(),
+        rows::<browser_session::BrowserSession, _, _, _, _>(),
+        rows::<key_set::KeySet, _, _, _, _>(),
+        rows::<billing_account::BillingAccount, _, _, _, _>(),
+        rows::<processor_event::ProcessorEvent, _, _, _, _>(),
+        rows::<payment::Payment, _, _, _, _>(),
+        rows::<notification_endpoint::NotificationEndpoint, _, _, _, _>(),
+        rows::<rollout::Rollout, _, _, _, _>(),
     ];
     insta::assert_snapshot!(table.join("\n"));
 }
@@ -54,8 +71,14 @@ fn commands_by_sort_are_as_reviewed() {
 /// release that reads both forms.
 const ENCODING: &str = include_str!("commands/encoding.txt");
 
-/// Reads and writes the commands of a machine in [`ENCODING`], which has every command of it that is no request.
-fn check_encoding<M: Machine<Command = AnyCommand<R, F, S>>, R: CommandSort, F: CommandSort, S: CommandSort>() {
+/// Reads and writes the commands of a machine in [`ENCODING`], which has every instruction and fact of it.
+fn check_encoding<
+    M: Machine<Command = AnyCommand<R, I, F, S>>,
+    R: CommandSort,
+    I: CommandSort,
+    F: CommandSort,
+    S: CommandSort,
+>() {
     let of_kind = |line: &&'static str| line.split_once(' ').is_some_and(|(kind, _)| kind == M::KIND.to_string());
     let lines = ENCODING.lines().filter(of_kind).map(|line| &line[M::KIND.to_string().len() + 1..]);
     let mut found = BTreeSet::new();
@@ -64,28 +87,28 @@ fn check_encoding<M: Machine<Command = AnyCommand<R, F, S>>, R: CommandSort, F: 
         assert_eq!(serde_json::to_string(&command).unwrap(), line);
         found.insert(line.split('"').nth(3).unwrap());
     }
-    assert_eq!(found, F::TAGS.iter().copied().collect(), "commands to {}", M::KIND);
+    assert_eq!(found, I::TAGS.iter().chain(F::TAGS).copied().collect(), "commands to {}", M::KIND);
 }
 
 #[test]
 fn commands_between_members_have_the_encoding_of_the_previous_release() {
-    check_encoding::<node::Node, _, _, _>();
-    check_encoding::<allocation::Allocation, _, _, _>();
-    check_encoding::<tenant::Tenant, _, _, _>();
-    check_encoding::<terminal_session::TerminalSession, _, _, _>();
-    check_encoding::<browser_session::BrowserSession, _, _, _>();
-    check_encoding::<key_set::KeySet, _, _, _>();
-    check_encoding::<billing_account::BillingAccount, _, _, _>();
-    check_encoding::<processor_event::ProcessorEvent, _, _, _>();
-    check_encoding::<payment::Payment, _, _, _>();
-    check_encoding::<notification_endpoint::NotificationEndpoint, _, _, _>();
-    check_encoding::<rollout::Rollout, _, _, _>();
+    check_encoding::<node::Node, _, _, _, _>();
+    check_encoding::<allocation::Allocation, _, _, _, _>();
+    check_encoding::<tenant::Tenant, _, _, _, _>();
+    check_encoding::<terminal_session::TerminalSession, _, _, _, _>();
+    check_encoding::<browser_session::BrowserSession, _, _, _, _>();
+    check_encoding::<key_set::KeySet, _, _, _, _>();
+    check_encoding::<billing_account::BillingAccount, _, _, _, _>();
+    check_encoding::<processor_event::ProcessorEvent, _, _, _, _>();
+    check_encoding::<payment::Payment, _, _, _, _>();
+    check_encoding::<notification_endpoint::NotificationEndpoint, _, _, _, _>();
+    check_encoding::<rollout::Rollout, _, _, _, _>();
 }
 
 #[test]
 fn command_is_read_by_its_name_wherever_that_is_among_its_fields() {
     let allocation_id = domain::AllocationId(uuid::Uuid::from_u128(7));
-    let unreserve = node::Command::from(node::Fact::Unreserve { allocation_id });
+    let unreserve = node::Command::from(node::Instruction::Unreserve { allocation_id });
     let id = allocation_id.0;
     for text in [
         format!(r#"{{"command":"unreserve","allocation_id":"{id}"}}"#),

@@ -300,7 +300,7 @@ impl World {
 
     fn deliver(&mut self, event: &Event) {
         match event.reaction() {
-            Reaction::Node(id, fact) => self.tell_node(id, &worker(), fact),
+            Reaction::Node(id, instruction) => self.tell_node(id, &worker(), instruction),
             Reaction::Rollout(_, fact) => self.tell_rollout(fact),
             Reaction::FindRolloutNodes(_) => {
                 let page = self.page();

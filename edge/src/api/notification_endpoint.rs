@@ -509,7 +509,7 @@ pub(super) async fn introduce(app: &AppState, context: &RequestContext) {
     if is_known.await {
         return;
     }
-    let command = Fact::Introduce { user_id, address, claims: Some(claims.clone()) };
+    let command = Fact::AddressVerified { user_id, address, claims: Some(claims.clone()) };
     let notified = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
     if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, notified).await, Ok(Ok(_))) {
         tracing::info!(user.id = %context.caller.user_id, "the first e-mail to an address could not be sent yet");

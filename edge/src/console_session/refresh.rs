@@ -3,7 +3,7 @@
 
 use chrono::{DateTime, Utc};
 use domain::BrowserSessionId;
-use domain::browser_session::{BrowserSession, Fact, REFRESH_NOTICE, RefreshState, Reply};
+use domain::browser_session::{BrowserSession, Instruction, REFRESH_NOTICE, RefreshState, Reply};
 use secrecy::ExposeSecret as _;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -84,28 +84,28 @@ pub(super) async fn refreshed(app: &AppState, session: BrowserSession) -> Result
 }
 
 async fn begin(app: &AppState, session: &BrowserSession) -> Result<Reply, ApiError> {
-    tell(app, session.id, Fact::BeginRefresh { token_ends_at: session.token_ends_at }).await
+    tell(app, session.id, Instruction::BeginRefresh { token_ends_at: session.token_ends_at }).await
 }
 
 /// Calls the provider as the holder of the lease, and reports its answer.
 async fn run(app: AppState, attempt: u32, session: BrowserSession) -> Result<BrowserSession, ApiError> {
-    let fact = match request_tokens(&app, &session).await? {
-        Ok((tokens_enc, token_ends_at)) => Fact::FinishRefresh { attempt, tokens_enc, token_ends_at },
+    let instruction = match request_tokens(&app, &session).await? {
+        Ok((tokens_enc, token_ends_at)) => Instruction::FinishRefresh { attempt, tokens_enc, token_ends_at },
         Err(ProviderFault::Refused(error)) => {
             tracing::info!(%error, session.id = %session.id, "a browser session ends: the refresh of its tokens is refused");
-            Fact::RefuseRefresh { attempt, error: error.code }
+            Instruction::RefuseRefresh { attempt, error: error.code }
         }
         // Its refresh token is spent, and is never sent again.
         Err(fault @ ProviderFault::Unreadable) => {
             tracing::warn!(error = %fault, session.id = %session.id, "a browser session's tokens could not be refreshed");
-            Fact::RefuseRefresh { attempt, error: "unreadable_tokens".to_owned() }
+            Instruction::RefuseRefresh { attempt, error: "unreadable_tokens".to_owned() }
         }
         Err(fault @ (ProviderFault::Client(_) | ProviderFault::Away(_))) => {
             tracing::warn!(error = %fault, session.id = %session.id, "a browser session's tokens could not be refreshed");
-            Fact::FailRefresh { attempt }
+            Instruction::FailRefresh { attempt }
         }
     };
-    match stored(&app, session.id, fact).await? {
+    match stored(&app, session.id, instruction).await? {
         Reply::Session { session } => match &session.ended {
             None => Ok(*session),
             Some(end) => Err(session_ended(end.reason.code())),
@@ -115,12 +115,12 @@ async fn run(app: AppState, attempt: u32, session: BrowserSession) -> Result<Bro
 }
 
 /// Reports the answer until it is stored: the provider has issued these tokens once, and the ones before them are spent.
-async fn stored(app: &AppState, id: BrowserSessionId, fact: Fact) -> Result<Reply, ApiError> {
+async fn stored(app: &AppState, id: BrowserSessionId, instruction: Instruction) -> Result<Reply, ApiError> {
     let begin = Instant::now();
     let (end, mut pause) = (begin + STORE_FOR, FIRST_STORE_PAUSE);
     let mut is_delayed = false;
     loop {
-        match tell(app, id, fact.clone()).await {
+        match tell(app, id, instruction.clone()).await {
             Err(error) if error.code() == Code::ServiceUnavailable && Instant::now() < end => {
                 if !is_delayed {
                     let cause = error.cause();

@@ -144,7 +144,7 @@ impl AgentConnection {
         let app = &self.api.app;
         let permit = authorize(&Principal::system(NODE_API), Action::Advance).map_err(|_| AskError::Denied)?;
         let context = self.scope.command_context(&permit, app.environment.now() + ASK_TIMEOUT);
-        let command = terminal_session::Fact::HeedPolicy;
+        let command = terminal_session::Instruction::ApplyRecordingPolicy;
         match app.directory.ask::<TerminalSession>(&permit, self.session.0, command.into(), context).await?.reply {
             Reply::Session { session } => Ok(session.recording),
             Reply::Issued { .. } | Reply::Attached { .. } | Reply::Done => Ok(RecordingTerms::default()),

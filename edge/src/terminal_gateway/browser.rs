@@ -23,7 +23,7 @@ use byte_positions::Progress;
 use control_frames::{ToUser, exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
-use domain::terminal_session::{CloseCode, CloseReason, Fact, TerminalSession};
+use domain::terminal_session::{CloseCode, CloseReason, Instruction, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{Sink, SinkExt as _, StreamExt as _};
 use std::pin::{Pin, pin};
@@ -71,7 +71,7 @@ impl Browser {
         if let Some(why) = why {
             let _ = timeout(CLOSE_TIMEOUT, sink.send(frame(why))).await;
         }
-        let detach = Fact::Detach { attachment: self.attachment };
+        let detach = Instruction::Detach { attachment: self.attachment };
         if let Err(error) = Box::pin(ask(&self.app, &self.scope, self.session.id, detach)).await {
             tracing::debug!(%error, "a terminal's connection could not be detached");
         }

@@ -1,13 +1,13 @@
 //! Closes terminal sessions: those of an allocation that is not active, those of a node whose certificates were revoked, and those of a
 //! browser session that has ended.
 //!
-//! A row that cannot be read may be one of them. Its entity is asked, which may have it in memory; the fact names what it has to belong to.
+//! A row that cannot be read may be one of them. Its entity is asked, which may have it in memory; the instruction names what it has to belong to.
 
 use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
 use domain::state_machine::CommandSort as _;
-use domain::terminal_session::{Fact, Phase, TerminalSession};
+use domain::terminal_session::{Instruction, Phase, TerminalSession};
 use domain::{AllocationId, BrowserSessionId, EntityKind, NodeId, TerminalSessionId, UserId};
 use persistence::StoreError;
 use persistence::queries::ListFilter;
@@ -27,13 +27,13 @@ pub(super) async fn revoke_sessions(
     user_id: &UserId,
 ) -> Disposition {
     let live = live_sessions(by, Some(user_id), |session| session.allocation_id == allocation).await;
-    close_each(by, delivery, live, |session| Fact::Revoke { allocation_id: session.named(allocation) }).await
+    close_each(by, delivery, live, |session| Instruction::Revoke { allocation_id: session.named(allocation) }).await
 }
 
 /// The same for a node. A session that is opened from here on starts only where the node has proved its identity again.
 pub(super) async fn cut_sessions(by: &ReactionContext, delivery: &EventDelivery, node: NodeId) -> Disposition {
     let live = live_sessions(by, None, |session| session.node_id == node).await;
-    close_each(by, delivery, live, |session| Fact::CutOff { node_id: session.named(node) }).await
+    close_each(by, delivery, live, |session| Instruction::CutOff { node_id: session.named(node) }).await
 }
 
 /// The same for a browser session. A session that is opened from here on is refused when its user connects.
@@ -44,7 +44,7 @@ pub(super) async fn log_out_sessions(
     user_id: &UserId,
 ) -> Disposition {
     let live = live_sessions(by, Some(user_id), |session| session.is_of_login(browser_session_id)).await;
-    close_each(by, delivery, live, |_| Fact::LogOut { browser_session_id }).await
+    close_each(by, delivery, live, |_| Instruction::LogOut { browser_session_id }).await
 }
 
 /// A session that may have a shell, and is to be closed, or whose row cannot be read.
@@ -54,7 +54,7 @@ struct ListedSession {
 }
 
 impl ListedSession {
-    /// What the fact names: the session's entity compares it where its row cannot be read here.
+    /// What the instruction names: the session's entity compares it where its row cannot be read here.
     fn named<T>(&self, id: T) -> Option<T> {
         if self.is_readable { None } else { Some(id) }
     }
@@ -65,7 +65,7 @@ async fn close_each(
     by: &ReactionContext,
     delivery: &EventDelivery,
     sessions: Result<Vec<ListedSession>, StoreError>,
-    fact_for: impl Fn(&ListedSession) -> Fact,
+    instruction_for: impl Fn(&ListedSession) -> Instruction,
 ) -> Disposition {
     let sessions = match sessions {
         Ok(sessions) => sessions,
@@ -73,15 +73,15 @@ async fn close_each(
     };
     let mut waits: Option<String> = None;
     for session in sessions {
-        let (id, fact) = (session.id, fact_for(&session));
+        let (id, instruction) = (session.id, instruction_for(&session));
         if !session.is_readable {
             tracing::warn!("the row of terminal session {id} cannot be read; its entity decides whether it is closed");
         }
-        let command = command_id(&[b"event", delivery.id.0.as_bytes(), fact.tag().as_bytes(), id.0.as_bytes()]);
+        let command = command_id(&[b"event", delivery.id.0.as_bytes(), instruction.tag().as_bytes(), id.0.as_bytes()]);
         // The outbox row is settled after the last of them.
-        let key = CommandKey { id: command, consumes: None, ..CommandKey::for_event(delivery.id, fact.tag()) };
+        let key = CommandKey { id: command, consumes: None, ..CommandKey::for_event(delivery.id, instruction.tag()) };
         let context = by.context_for(delivery).with_key(key);
-        match by.directory.ask::<TerminalSession>(&by.permit, id.0, fact.into(), context).await {
+        match by.directory.ask::<TerminalSession>(&by.permit, id.0, instruction.into(), context).await {
             Ok(_) | Err(AskError::AlreadyDone) => {}
             Err(AskError::Rejected(rejection)) => tracing::warn!("a terminal session was not closed: {rejection}"),
             Err(error) => waits = waits.or_else(|| Some(format!("terminal session {id}: {error}"))),

@@ -125,9 +125,11 @@ impl Reactor {
             // The relay deletes the row when the broker has acknowledged the event (`workers::outbox_relay`).
             Reaction::Nothing => Disposition::Settled,
             Reaction::Place(allocation_id) => self.placer.place(context, delivery, allocation_id).await,
-            Reaction::Node(id, fact) => context.send_command::<Node>(delivery, id.0, fact).await,
+            Reaction::Node(id, instruction) => context.send_command::<Node>(delivery, id.0, instruction).await,
             Reaction::Allocation(id, fact) => context.send_command::<Allocation>(delivery, id.0, fact).await,
-            Reaction::Terminal(id, fact) => context.send_command::<TerminalSession>(delivery, id.0, fact).await,
+            Reaction::Terminal(id, instruction) => {
+                context.send_command::<TerminalSession>(delivery, id.0, instruction).await
+            }
             Reaction::DriveMachine(node_id) => self.bare_metal.drive(context, delivery, node_id).await,
             Reaction::ResolveSshKeys { allocation_id, user_id } => {
                 super::ssh_access::update_allocation(context, delivery, allocation_id, &user_id).await
@@ -144,9 +146,9 @@ impl Reactor {
             Reaction::CloseNodeTerminals { node_id } => {
                 super::close_terminals::cut_sessions(context, delivery, node_id).await
             }
-            Reaction::Billing { holder, fact } => {
+            Reaction::Billing { holder, instruction } => {
                 let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-                context.send_command::<BillingAccount>(delivery, account, fact).await
+                context.send_command::<BillingAccount>(delivery, account, instruction).await
             }
             Reaction::Payment(id, fact) => context.send_command::<Payment>(delivery, id.0, fact).await,
             Reaction::CallProcessor(call) => match &self.processor_calls {
@@ -159,8 +161,8 @@ impl Reactor {
             },
             Reaction::Rollout(id, fact) => context.send_command::<Rollout>(delivery, id.0, fact).await,
             Reaction::FindRolloutNodes(id) => super::rollout_nodes::find(context, delivery, id).await,
-            Reaction::Tenant { user_id, fact } => {
-                context.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), fact).await
+            Reaction::Tenant { user_id, instruction } => {
+                context.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), instruction).await
             }
         }
     }

@@ -177,7 +177,7 @@ impl NotificationQueue {
         let context = CommandContext::new(&self.permit, event.correlationid.clone(), Utc::now() + COMMAND_TIMEOUT)
             .patient()
             .with_key(CommandKey::repeatable(key, digest));
-        let command = Fact::Enqueue { message };
+        let command = Fact::NotificationDue { message };
         self.directory.ask::<NotificationEndpoint>(&self.permit, endpoint.id, command.into(), context).await?;
         Ok(())
     }

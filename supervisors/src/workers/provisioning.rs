@@ -110,8 +110,14 @@ impl Placer {
         let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
         let (user_id, gpu_count) = (asked.owner.user_id.clone(), asked.gpu_count);
         let plan = Some(PlanClaim { plan: asked.owner.plan.clone(), seen_at: allocation.requested_at });
-        let hold =
-            billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count, plan };
+        let hold = billing_account::Instruction::Hold {
+            holder,
+            allocation_id: allocation.id,
+            user_id,
+            price,
+            gpu_count,
+            plan,
+        };
         match by.directory.ask::<BillingAccount>(&by.permit, account, hold.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
             Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, &asked.price, asked.gpu_count))),
@@ -127,7 +133,7 @@ impl Placer {
         allocation: &Allocation,
     ) -> Result<Option<i64>, SearchBlocked> {
         let asked = &allocation.asked;
-        let admit = tenant::Fact::Admit {
+        let admit = tenant::Instruction::Admit {
             user_id: asked.owner.user_id.clone(),
             allocation_id: allocation.id,
             scopes: QuotaScopes {
@@ -154,7 +160,7 @@ impl Placer {
         node_id: NodeId,
     ) -> Result<Option<Disposition>, SearchBlocked> {
         let logins = allocation.ssh_access();
-        let reserve = node::Fact::Reserve {
+        let reserve = node::Instruction::Reserve {
             allocation_id: allocation.id,
             gpu_count: allocation.asked.gpu_count,
             keys: logins.keys,
@@ -251,7 +257,7 @@ async fn release_quota(
     id: AllocationId,
     user_id: &UserId,
 ) -> Disposition {
-    let command = tenant::Fact::Forget { allocation_id: id };
+    let command = tenant::Instruction::Forget { allocation_id: id };
     by.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, user_id), command).await
 }
 

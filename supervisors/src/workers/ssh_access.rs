@@ -24,7 +24,7 @@ pub(super) async fn update_allocation(
     };
     let chosen = allocation.ssh_access().chosen;
     let keys = tenant.authorized_keys(chosen.as_deref());
-    let command = allocation::Fact::AdoptLogins { chosen, keys, logins_revision: tenant.logins_revision };
+    let command = allocation::Fact::LoginsResolved { chosen, keys, logins_revision: tenant.logins_revision };
     by.send_command::<Allocation>(delivery, id.0, command).await
 }
 
@@ -50,7 +50,8 @@ pub(super) async fn update_node(
         Ok(None) => return by.settle(delivery).await,
         Err(why) => return Disposition::Later { why },
     };
-    let command = node::Fact::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
+    let command =
+        node::Instruction::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
     by.send_command::<Node>(delivery, node_id.0, command).await
 }
 

@@ -6,7 +6,7 @@ use actors::{CommandContext, Host, sharding};
 use anyhow::{Context, ensure};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::billing_account::{BillingAccount, Fact, Holder, HolderPlan, MeterRun, UsageMeter, Window};
+use domain::billing_account::{BillingAccount, Holder, HolderPlan, Instruction, MeterRun, UsageMeter, Window};
 use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{HourlyRate, MicroAmount, Price};
@@ -162,7 +162,7 @@ impl AccrualBench {
     }
 
     async fn deposit(&self, account: &BillingAccount) -> anyhow::Result<()> {
-        let command = Fact::Deposit {
+        let command = Instruction::Deposit {
             payment_id: PaymentId(Uuid::now_v7()),
             holder: account.holder.clone(),
             currency: account.currency.clone(),

@@ -17,19 +17,19 @@ use crate::rollout;
 use crate::tenant;
 use crate::terminal_session;
 
-/// The command that follows from an event: a fact for another entity, or the call that finds it out.
+/// The command that follows from an event: an instruction or a fact for another entity, or the call that finds it out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reaction {
     /// No command follows: the event is for observers.
     Nothing,
     /// The provisioning worker counts the allocation against its tenant's quota and finds a node that reserves the devices.
     Place(AllocationId),
-    Node(NodeId, node::Fact),
+    Node(NodeId, node::Instruction),
     Allocation(AllocationId, allocation::Fact),
-    Terminal(TerminalSessionId, terminal_session::Fact),
+    Terminal(TerminalSessionId, terminal_session::Instruction),
     Billing {
         holder: Holder,
-        fact: billing_account::Fact,
+        instruction: billing_account::Instruction,
     },
     Payment(PaymentId, payment::Fact),
     /// The payments worker calls the payment processor, and sends the result to the payment.
@@ -64,7 +64,7 @@ pub enum Reaction {
     },
     Tenant {
         user_id: UserId,
-        fact: tenant::Fact,
+        instruction: tenant::Instruction,
     },
     Rollout(RolloutId, rollout::Fact),
     /// The provisioning worker reads the next nodes of the rollout's selector and sends them to it.

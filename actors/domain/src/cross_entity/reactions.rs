@@ -29,14 +29,14 @@ impl Event {
     pub fn consequences(&self) -> Consequences {
         use NotificationDetails as Details;
         use allocation::Fact as ToAllocation;
-        use billing_account::Fact as ToAccount;
-        use node::Fact as ToNode;
+        use billing_account::Instruction as ToAccount;
+        use node::Instruction as ToNode;
         use payment::Fact as ToPayment;
         let none = Consequences::NONE;
         let command = Consequences::command;
-        let to_node = |node_id, fact| command(Reaction::Node(node_id, fact));
+        let to_node = |node_id, instruction| command(Reaction::Node(node_id, instruction));
         let to_allocation = |allocation_id, fact| command(Reaction::Allocation(allocation_id, fact));
-        let to_account = |holder, fact| command(Reaction::Billing { holder, fact });
+        let to_account = |holder, instruction| command(Reaction::Billing { holder, instruction });
         let to_rollout = |rollout_id, node_id, outcome| {
             command(Reaction::Rollout(rollout_id, rollout::Fact::NodeEnded { node_id, outcome }))
         };
@@ -176,8 +176,8 @@ impl Event {
                 to_allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
             Self::TerminalFailed { session_id, node_id, reason } => {
-                let fact = terminal_session::Fact::Fail { node_id, code: reason };
-                command(Reaction::Terminal(session_id, fact))
+                let fail = terminal_session::Instruction::Fail { node_id, code: reason };
+                command(Reaction::Terminal(session_id, fail))
             }
 
             // Published by the terminal session.

@@ -171,7 +171,7 @@ pub enum ReleaseRetry {
 }
 
 /// The commands of an allocation.
-pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, state_machine::NoCommand, Fact, Maintenance>;
 
 state_machine::impl_command_from!(Request, Fact, Maintenance);
 

@@ -1,10 +1,10 @@
 //! A billing account: prepaid money, and the meters of what it is spent on (decisions 6; the design is in deploy/decisions/0022).
 //!
 //! It belongs to a user, or to the organization that the user's token names. The allocation's saga first asks it to hold the cost of a
-//! first window; after that it learns of the allocation by [`Fact::Usage`] alone, which carries all that is known each time, so that it
-//! may arrive late, twice and in any order. A meter counts from its allocation's start; what is due is the difference to what was charged
-//! before (`HourlyRate::over`), so that nothing is lost and nothing is charged twice, however long the windows are and however late they
-//! are processed.
+//! first window; after that it learns of the allocation by [`Instruction::MeterUsage`] alone, which carries all that is known each time, so
+//! that it may arrive late, twice and in any order. A meter counts from its allocation's start; what is due is the difference to what was
+//! charged before (`HourlyRate::over`), so that nothing is lost and nothing is charged twice, however long the windows are and however late
+//! they are processed.
 //!
 //! ```text
 //! open ──next window not covered──▶ grace ──its end: what runs is released──▶ depleted
@@ -14,8 +14,8 @@
 
 mod accrual;
 mod credit;
-mod fact;
 mod holder_plan;
+mod instruction;
 mod meter;
 mod payments;
 mod request;
@@ -40,8 +40,8 @@ use std::collections::BTreeMap;
 
 pub use crate::account_holder::Holder;
 pub use accrual::Window;
-pub use fact::Fact;
 pub use holder_plan::{HolderPlan, PlanClaim};
+pub use instruction::Instruction;
 pub use meter::{MeterRun, UsageMeter};
 pub use payments::{PostingRecord, PostingResult, RefundedCost};
 pub use request::Request;
@@ -95,9 +95,9 @@ pub struct Depletion {
 }
 
 /// The commands of a billing account.
-pub type Command = state_machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Instruction>;
 
-state_machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Instruction);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
@@ -216,10 +216,10 @@ impl Machine for BillingAccount {
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (Some(account), Command::Request(request)) => account.execute(request, ctx),
-            (Some(account), Command::Fact(fact)) => account.apply(fact, ctx),
+            (Some(account), Command::Instruction(instruction)) => account.follow(instruction, ctx),
             (Some(account), Command::Maintenance(TickOnly::Tick)) => Ok(account.tick(ctx)),
             (None, Command::Request(request)) => Self::open_by_request(request, ctx),
-            (None, Command::Fact(fact)) => Self::open_by_fact(fact, ctx),
+            (None, Command::Instruction(instruction)) => Self::open_by_instruction(instruction, ctx),
             (None, Command::Maintenance(TickOnly::Tick)) => Ok(Transition::stay(Reply::Done)),
         }
     }

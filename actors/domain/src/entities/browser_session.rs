@@ -25,10 +25,10 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt;
 
-mod fact;
+mod instruction;
 mod request;
 
-pub use fact::Fact;
+pub use instruction::Instruction;
 pub use request::{Opening, Request};
 
 /// How long a refresh may take until another replica gives notice of the next one: longer than the timeout of the call to the identity
@@ -152,9 +152,9 @@ impl EndReason {
 }
 
 /// The commands of a browser session.
-pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, Instruction, state_machine::NoCommand, Maintenance>;
 
-state_machine::impl_command_from!(Request, Fact, Maintenance);
+state_machine::impl_command_from!(Request, Instruction, Maintenance);
 
 /// What the service does to a browser session by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -231,7 +231,7 @@ impl Machine for BrowserSession {
             (None, Command::Request(Request::Open(opening))) => Self::open(*opening, ctx),
             (None, _) => Err(Rejection::NotFound),
             (Some(it), Command::Request(request)) => it.execute(request, ctx),
-            (Some(it), Command::Fact(fact)) => it.apply(fact, ctx),
+            (Some(it), Command::Instruction(instruction)) => it.follow(instruction, ctx),
             (Some(it), Command::Maintenance(Maintenance::Reseal { before, tokens_enc })) => {
                 Ok(it.resealed(&before, tokens_enc))
             }

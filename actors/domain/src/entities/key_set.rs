@@ -157,7 +157,7 @@ pub struct ChangeBasis {
 }
 
 /// The commands of a key set.
-pub type Command = state_machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, state_machine::NoCommand, Fact>;
 
 state_machine::impl_command_from!(Request, Fact);
 

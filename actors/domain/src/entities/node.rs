@@ -45,7 +45,7 @@
 //! | `contact` | polls, heartbeats and ticks |
 //! | `gpu_claims` | what a command becomes where another node has the GPUs |
 //!
-//! This file dispatches commands to them. `request` and `fact` define the commands, `explanation` and `report_reasons` the texts for callers,
+//! This file dispatches commands to them. `request`, `instruction` and `fact` define the commands, `explanation` and `report_reasons` the texts for callers,
 //! `agent_task` the tasks that an agent receives, and `stored_node` the form in which a node is stored.
 //!
 //! # Order
@@ -67,6 +67,7 @@ mod gpu_claims;
 mod gpu_summand;
 mod health;
 mod identity;
+mod instruction;
 mod invariants;
 mod lifecycle;
 mod machine;
@@ -112,6 +113,7 @@ pub use health::{
     NodeHealthStatus, ReportedFinding,
 };
 pub use identity::{CertificateRecord, EnrollmentToken, Identity, IdentityRecovery, Nonce};
+pub use instruction::Instruction;
 pub use lifecycle::{HoldAuthor, Lifecycle, Phase, PhaseName, QuarantineHold, StateCode, StateReason};
 pub use machine::{
     HardwareComparison, NodeMachine, OnboardingMode, OrderedImage, PreparedMachine, ProbeOutcome, ProvidedMachine,
@@ -150,9 +152,9 @@ pub struct Node {
 }
 
 /// The commands of a node.
-pub type Command = state_machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Instruction, Fact>;
 
-state_machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Instruction, Fact);
 
 /// The reply to a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -420,6 +422,7 @@ impl Node {
     fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let step = match command {
             Command::Request(request) => self.execute(request, ctx)?,
+            Command::Instruction(instruction) => self.follow(instruction, ctx)?,
             Command::Fact(fact) => self.apply(fact, ctx)?,
             Command::Maintenance(TickOnly::Tick) => self.tick(ctx),
         };
@@ -471,43 +474,50 @@ impl Node {
         }
     }
 
-    fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match fact {
-            Fact::Reserve { allocation_id, gpu_count, keys, revision, reimages } => {
+    fn follow(&self, instruction: Instruction, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match instruction {
+            Instruction::Reserve { allocation_id, gpu_count, keys, revision, reimages } => {
                 self.reserve((allocation_id, gpu_count), keys, revision, reimages, ctx)
             }
-            Fact::ReconcileLogins { allocation_id, revision, keys } => {
+            Instruction::ReconcileLogins { allocation_id, revision, keys } => {
                 Ok(self.with_tenancy(self.tenancy.reconcile_logins(allocation_id, revision, keys, ctx)))
             }
-            Fact::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
-            Fact::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
-            Fact::Clean { allocation_id, attempt, deadline_at } => {
+            Instruction::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
+            Instruction::Provision { allocation_id, deadline_at } => {
+                Ok(self.provision(allocation_id, deadline_at, ctx))
+            }
+            Instruction::Clean { allocation_id, attempt, deadline_at } => {
                 Ok(self.with_tenancy(self.tenancy.clean(allocation_id, attempt, deadline_at, ctx)))
             }
-            Fact::MarkReleaseFailed { allocation_id, attempt } => {
+            Instruction::MarkReleaseFailed { allocation_id, attempt } => {
                 Ok(self.with_tenancy(self.tenancy.mark_release_failed(allocation_id, attempt, ctx)))
             }
-            Fact::Fence { allocation_id, attempt } => {
+            Instruction::Fence { allocation_id, attempt } => {
                 Ok(self.with_tenancy(self.tenancy.fence(allocation_id, attempt, ctx)))
             }
-            Fact::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
-            Fact::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
+            Instruction::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
+            Instruction::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
                 let lacks = self.agent.lacks_task_type(TaskType::TerminalOpen);
                 let can_open = (self.lifecycle.phase.is_in_service(), lacks);
                 let (session, times) = ((session_id, allocation_id), (ends_at, begin_until));
                 Ok(self.with_tenancy(self.tenancy.open_terminal(session, times, recording, can_open, ctx)))
             }
-            Fact::ForgetTerminal { session_id, allocation_id } => {
+            Instruction::ForgetTerminal { session_id, allocation_id } => {
                 Ok(self.with_tenancy(self.tenancy.forget_terminal(session_id, allocation_id)))
             }
+            Instruction::UpdateForRollout { rollout_id, digest, soaks, includes_held } => {
+                Ok(self.update_for_rollout(&RolloutUpdate { rollout_id, digest, soaks, includes_held }, ctx))
+            }
+            Instruction::CheckForRollout { rollout_id } => Ok(self.check_for_rollout(rollout_id, ctx)),
+        }
+    }
+
+    fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match fact {
             Fact::MachineToken { token_id, token_sha256, image } => {
                 self.machine_token((token_id, token_sha256), image, ctx)
             }
             Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
-            Fact::UpdateForRollout { rollout_id, digest, soaks, includes_held } => {
-                Ok(self.update_for_rollout(&RolloutUpdate { rollout_id, digest, soaks, includes_held }, ctx))
-            }
-            Fact::CheckForRollout { rollout_id } => Ok(self.check_for_rollout(rollout_id, ctx)),
         }
     }
 

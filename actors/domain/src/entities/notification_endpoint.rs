@@ -159,7 +159,7 @@ pub struct EndpointChange {
 }
 
 /// The commands of a notification endpoint.
-pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, state_machine::NoCommand, Fact, Maintenance>;
 
 state_machine::impl_command_from!(Request, Fact, Maintenance);
 
@@ -259,7 +259,7 @@ impl Machine for NotificationEndpoint {
                 Ok(endpoint.resealed(secret_enc, is_former))
             }
             (None, Command::Request(request)) => Self::begin(request, ctx),
-            (None, Command::Fact(Fact::Introduce { user_id, address, claims })) => {
+            (None, Command::Fact(Fact::AddressVerified { user_id, address, claims })) => {
                 Ok(Self::introduced(user_id, address, claims.unwrap_or_default(), ctx))
             }
             (None, Command::Fact(_)) | (_, Command::Maintenance(_)) => Ok(Transition::stay(Reply::Done)),

@@ -165,7 +165,7 @@ pub enum ReversalStep {
 }
 
 /// The commands of a payment.
-pub type Command = state_machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, state_machine::NoCommand, Fact>;
 
 state_machine::impl_command_from!(Request, Fact);
 

@@ -113,7 +113,7 @@ impl ProcessingOutcome {
 }
 
 /// The commands of a processor event.
-pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, state_machine::NoCommand, Fact, Maintenance>;
 
 state_machine::impl_command_from!(Request, Fact, Maintenance);
 
@@ -141,8 +141,10 @@ impl state_machine::Request for Request {
 #[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Fact {
-    /// It was received, with a valid signature.
-    Receive {
+    /// It was received, with a valid signature. Its name between members is that of earlier releases.
+    #[serde(rename = "receive")]
+    #[strum(serialize = "receive")]
+    Received {
         event_id: String,
         event_type: String,
         object_id: Option<String>,
@@ -282,7 +284,7 @@ impl Machine for ProcessorEvent {
 impl ProcessorEvent {
     fn begin(fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
-            Fact::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
+            Fact::Received { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
                 let phase = match nothing_follows {
                     true => Phase::Processed { at: ctx.now, outcome: ProcessingOutcome::NothingToDo },
                     false => Phase::Received { again: ResendTimer::first(ctx.now) },
@@ -317,10 +319,10 @@ impl ProcessorEvent {
 
     fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
-            Fact::Receive { digest, .. } if digest == self.digest => {
+            Fact::Received { digest, .. } if digest == self.digest => {
                 Ok(Transition::stay(Reply::Stored { is_new: false }))
             }
-            Fact::Receive { .. } => Err(Rejection::Differs),
+            Fact::Received { .. } => Err(Rejection::Differs),
             Fact::Processed { outcome } => Ok(self.processed(outcome, ctx)),
             Fact::Failed { why } => Ok(self.failed(&why, ctx)),
         }

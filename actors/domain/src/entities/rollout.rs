@@ -163,7 +163,7 @@ pub struct EndedNode {
 }
 
 /// The commands of a rollout.
-pub type Command = state_machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, state_machine::NoCommand, Fact>;
 
 state_machine::impl_command_from!(Request, Fact);
 

@@ -48,9 +48,9 @@ pub struct Tenant {
 }
 
 /// The commands of a tenant.
-pub type Command = state_machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Instruction>;
 
-state_machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Instruction);
 
 /// What users ask of their tenant.
 #[derive(
@@ -125,11 +125,11 @@ impl state_machine::Request for Request {
     }
 }
 
-/// What the sagas of allocations report to a tenant.
+/// What the sagas of allocations have a tenant do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Fact {
+pub enum Instruction {
     /// Counts an allocation, if the quota admits it.
     Admit {
         user_id: UserId,
@@ -139,9 +139,8 @@ pub enum Fact {
         #[serde(default)]
         logins_revision: u64,
     },
-    Forget {
-        allocation_id: AllocationId,
-    },
+    /// Counts it no longer: it has ended.
+    Forget { allocation_id: AllocationId },
 }
 
 /// The scopes in which the quota is resolved: those of the request.
@@ -224,10 +223,10 @@ impl Machine for Tenant {
                 Err(Rejection::NotFound)
             }
             (Some(tenant), Command::Request(request)) => tenant.execute(request, ctx),
-            (Some(tenant), Command::Fact(fact)) => tenant.apply(fact, ctx),
+            (Some(tenant), Command::Instruction(instruction)) => tenant.follow(instruction, ctx),
             (Some(tenant), Command::Maintenance(TickOnly::Tick)) => Ok(tenant.tick(ctx)),
             (None, Command::Request(request)) => Self::begin_by_request(request, ctx),
-            (None, Command::Fact(fact)) => Self::begin_by_fact(fact, ctx),
+            (None, Command::Instruction(instruction)) => Self::begin_by_instruction(instruction, ctx),
             (None, Command::Maintenance(TickOnly::Tick)) => Ok(Transition::stay(Reply::Done)),
         }
     }
@@ -289,10 +288,13 @@ impl Tenant {
         }
     }
 
-    fn begin_by_fact(fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match &fact {
-            Fact::Admit { user_id, .. } => Self::new(user_id).apply(fact.clone(), ctx),
-            Fact::Forget { .. } => Ok(Transition::stay(Reply::Done)),
+    fn begin_by_instruction(
+        instruction: Instruction,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match &instruction {
+            Instruction::Admit { user_id, .. } => Self::new(user_id).follow(instruction.clone(), ctx),
+            Instruction::Forget { .. } => Ok(Transition::stay(Reply::Done)),
         }
     }
 
@@ -313,12 +315,12 @@ impl Tenant {
         }
     }
 
-    fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match fact {
-            Fact::Admit { user_id: _, allocation_id, scopes, logins_revision } => {
+    fn follow(&self, instruction: Instruction, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match instruction {
+            Instruction::Admit { user_id: _, allocation_id, scopes, logins_revision } => {
                 self.admit(allocation_id, scopes, logins_revision, ctx)
             }
-            Fact::Forget { allocation_id } => Ok(self.forget(allocation_id)),
+            Instruction::Forget { allocation_id } => Ok(self.forget(allocation_id)),
         }
     }
 

@@ -26,11 +26,11 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt;
 
-mod fact;
+mod instruction;
 mod recording;
 mod request;
 
-pub use fact::Fact;
+pub use instruction::Instruction;
 pub use request::Request;
 
 /// A session, from its first token to its tombstone.
@@ -178,9 +178,9 @@ pub const AGENT_RESTARTED: &str = "agent_restarted";
 pub const SPENT_TOKENS: usize = 16;
 
 /// The commands of a terminal session.
-pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, Instruction, state_machine::NoCommand, Maintenance>;
 
-state_machine::impl_command_from!(Request, Fact, Maintenance);
+state_machine::impl_command_from!(Request, Instruction, Maintenance);
 
 /// What the service does to a terminal session by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -279,7 +279,7 @@ impl Machine for TerminalSession {
             }
             (None, _) => Err(Rejection::NotFound),
             (Some(it), Command::Request(request)) => it.execute(request, ctx),
-            (Some(it), Command::Fact(fact)) => it.apply(fact, ctx),
+            (Some(it), Command::Instruction(instruction)) => it.follow(instruction, ctx),
             (Some(it), Command::Maintenance(Maintenance::ForgetRecording)) => Ok(it.forget_recording()),
             (Some(it), Command::Maintenance(Maintenance::Tick)) => Ok(it.tick(ctx)),
         }
@@ -292,7 +292,9 @@ impl Machine for TerminalSession {
         rejection: &Rejection,
         ctx: &TransitionContext<'_>,
     ) -> Option<AuditedRefusal<Self>> {
-        let (Command::Fact(Fact::Attach { .. }), Rejection::TokenRefused { cause }) = (command, rejection) else {
+        let (Command::Instruction(Instruction::Attach { .. }), Rejection::TokenRefused { cause }) =
+            (command, rejection)
+        else {
             return None;
         };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };

@@ -4,7 +4,7 @@ mod command;
 
 pub use crate::time::Timestamp;
 pub(crate) use command::impl_command_from;
-pub use command::{AnyCommand, Command, CommandSort, Maintenance, Request, TickOnly};
+pub use command::{AnyCommand, Command, CommandSort, Maintenance, NoCommand, Request, TickOnly};
 
 use crate::audit::AuditRecord;
 use crate::authz::Principal;

@@ -99,9 +99,9 @@ impl Simulation {
             | Reaction::CloseBrowserTerminals { .. }
             | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
-            Reaction::Node(id, fact) => {
+            Reaction::Node(id, instruction) => {
                 if self.first(message, id.0, "") {
-                    self.tell_node(id, &worker, fact).expect("the saga's orders are never refused");
+                    self.tell_node(id, &worker, instruction).expect("the saga's orders are never refused");
                     self.applied.insert((message.id, id.0, ""));
                 }
             }
@@ -111,9 +111,9 @@ impl Simulation {
                     self.applied.insert((message.id, id.0, ""));
                 }
             }
-            Reaction::Billing { holder, fact } => {
+            Reaction::Billing { holder, instruction } => {
                 if self.first(message, Uuid::max(), "") {
-                    self.tell_account(&holder, fact).expect("the saga's facts are never refused");
+                    self.tell_account(&holder, instruction).expect("the saga's instructions are never refused");
                     self.applied.insert((message.id, Uuid::max(), ""));
                 }
             }
@@ -121,9 +121,9 @@ impl Simulation {
                 self.resolve_logins(message, allocation_id, &user_id);
             }
             Reaction::SendSshKeys { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
-            Reaction::Tenant { user_id, fact } => {
+            Reaction::Tenant { user_id, instruction } => {
                 if self.first(message, Uuid::nil(), "") {
-                    self.tell_tenant(&user_id, fact).unwrap();
+                    self.tell_tenant(&user_id, instruction).unwrap();
                     self.applied.insert((message.id, Uuid::nil(), ""));
                 }
             }
@@ -138,7 +138,7 @@ impl Simulation {
         let logins = self.allocations[&id].ssh_access();
         match &message.placing {
             PlacementProgress::Admit => {
-                let hold = billing_account::Fact::Hold {
+                let hold = billing_account::Instruction::Hold {
                     holder: asked.holder(),
                     allocation_id: id,
                     user_id: asked.owner.user_id.clone(),
@@ -150,7 +150,7 @@ impl Simulation {
                     self.reached.insert("account without money".to_owned());
                     return self.conclude(message, id, allocation::Fact::Unaffordable { message: refused.to_string() });
                 }
-                let command = tenant::Fact::Admit {
+                let command = tenant::Instruction::Admit {
                     user_id: asked.owner.user_id.clone(),
                     allocation_id: id,
                     scopes: QuotaScopes { org_id: None, project_id: None, plan: None },
@@ -197,7 +197,7 @@ impl Simulation {
                 }
                 let (keys, revision) = (logins.keys, logins.revision);
                 let (gpu_count, reimages) = (asked.gpu_count, false);
-                let command = node::Fact::Reserve { allocation_id: id, gpu_count, keys, revision, reimages };
+                let command = node::Instruction::Reserve { allocation_id: id, gpu_count, keys, revision, reimages };
                 match self.tell_node(*first, &Principal::system("provisioning"), command) {
                     Ok(_) => {
                         self.applied.insert((message.id, first.0, "reserve"));
@@ -218,7 +218,7 @@ impl Simulation {
         let Some(tenant) = self.tenants.get(user_id) else { return };
         let (keys, logins_revision) = (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision);
         if self.first(message, id.0, "") {
-            let command = allocation::Fact::AdoptLogins { chosen, keys, logins_revision };
+            let command = allocation::Fact::LoginsResolved { chosen, keys, logins_revision };
             self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
             self.applied.insert((message.id, id.0, ""));
         }
@@ -229,7 +229,7 @@ impl Simulation {
         let logins = self.allocations[&id].ssh_access();
         if self.first(message, node_id.0, "") {
             let command =
-                node::Fact::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
+                node::Instruction::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
             self.tell_node(node_id, &Principal::system("provisioning"), command).unwrap();
             self.applied.insert((message.id, node_id.0, ""));
         }

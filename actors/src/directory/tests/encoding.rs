@@ -135,7 +135,7 @@ fn of_an_allocation() {
         Fact::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() }.into(),
         Fact::StillCounted { logins_revision: 3 }.into(),
         Request::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 }.into(),
-        Fact::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 }.into(),
+        Fact::LoginsResolved { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 }.into(),
         Fact::LoginsWritten { node_id: NODE, revision: 2 }.into(),
         Command::TICK,
     ];

@@ -352,7 +352,7 @@ async fn allocation_on_a_draining_machine_says_so() {
     api.set_placement(PlacementOutcome::On(node));
     let id = id_of(&rent(&api, "rented", &allocation_body()).await);
     api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
-    let reserve = node::Fact::Reserve {
+    let reserve = node::Instruction::Reserve {
         allocation_id: AllocationId(id),
         gpu_count: 1,
         keys: Vec::new(),

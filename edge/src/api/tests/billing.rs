@@ -2,7 +2,7 @@
 
 use super::harness::{ApiHarness, TestResponse};
 use domain::allocation::{self, Allocation};
-use domain::billing_account::{BillingAccount, Fact};
+use domain::billing_account::{BillingAccount, Instruction};
 use domain::policy::PolicyKey;
 use domain::{AllocationId, Timestamp};
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ pub(super) async fn adjust(api: &ApiHarness, account: Uuid, key: &str, amount: V
 
 /// Meters an allocation of ann's that costs 3,600 minor units an hour.
 pub(super) async fn metered(api: &ApiHarness, account: Uuid, allocation: AllocationId, from: Timestamp) {
-    let hold = Fact::Hold {
+    let hold = Instruction::Hold {
         holder: domain::billing_account::Holder::Org("acme".into()),
         allocation_id: allocation,
         user_id: "ann".into(),
@@ -32,7 +32,7 @@ pub(super) async fn metered(api: &ApiHarness, account: Uuid, allocation: Allocat
         plan: None,
     };
     api.ask_as_system::<BillingAccount>(account, hold).await;
-    let usage = Fact::Usage { allocation_id: allocation, from: Some(from), until: None };
+    let usage = Instruction::MeterUsage { allocation_id: allocation, from: Some(from), until: None };
     api.ask_as_system::<BillingAccount>(account, usage).await;
 }
 

@@ -3,7 +3,7 @@
 use super::console_login::{Browser, SESSION, location, provider};
 use super::harness::{ApiHarness, TestResponse};
 use axum::http::Method;
-use domain::browser_session::{BrowserSession, Fact, Maintenance};
+use domain::browser_session::{BrowserSession, Instruction, Maintenance};
 use local_servers::identity::IdentityProvider;
 use local_servers::identity::browser_login::CONSOLE_CLIENT_ID;
 use secrecy::ExposeSecret as _;
@@ -244,8 +244,8 @@ async fn logout_token_that_has_ended_some_logins_ends_the_others_when_it_is_sent
     let token = logout_token(&provider, &json!({"iat": chrono::Utc::now().timestamp() + 2}));
     // The replica that received it first was killed after the first login.
     let token_sha256 = hex::encode(Sha256::digest("one"));
-    let fact = Fact::ProviderLogout { token_sha256, issued_at: chrono::Utc::now() };
-    api.ask_as_system::<BrowserSession>(session_id(&first).await, fact).await;
+    let end = Instruction::EndByProvider { token_sha256, issued_at: chrono::Utc::now() };
+    api.ask_as_system::<BrowserSession>(session_id(&first).await, end).await;
     expect_ended(&first.get("/api/v1/me").send().await, "provider_logout");
     send_logout(&api, &token).await.is(200);
     expect_ended(&second.get("/api/v1/me").send().await, "provider_logout");

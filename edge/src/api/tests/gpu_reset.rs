@@ -1,7 +1,7 @@
 //! Resets of GPUs, as administrators order them and see them.
 
 use super::harness::{ApiHarness, TestResponse};
-use domain::node::{Fact, Node, NodeHealth};
+use domain::node::{Instruction, Node, NodeHealth};
 use domain::{AllocationId, NodeId, TaskType};
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -57,7 +57,7 @@ async fn reset_of_a_gpu_is_ordered_once_shown_and_audited_and_refused_beside_its
     }
 
     let allocation_id = AllocationId(Uuid::now_v7());
-    let hold = Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false };
+    let hold = Instruction::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false };
     bench.api.ask_as_system::<Node>(bench.node.0, hold).await;
     let refused = bench.reset(&bench.gpu(0)).await;
     assert_eq!(refused.refused(409, "node_in_use")["allocation_id"], json!(allocation_id));

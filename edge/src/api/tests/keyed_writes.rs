@@ -148,7 +148,7 @@ async fn release_is_replayed_with_the_cost_of_its_time_after_the_last_charge() {
     let first = release().await;
     assert_eq!(first.is(202)["cost_to_date_minor"], 120);
     let until = Some(from + chrono::TimeDelta::seconds(150));
-    let usage = billing_account::Fact::Usage { allocation_id: AllocationId(id), from: Some(from), until };
+    let usage = billing_account::Instruction::MeterUsage { allocation_id: AllocationId(id), from: Some(from), until };
     api.ask_as_system::<BillingAccount>(account, usage).await;
     api.ask_as_system::<Allocation>(id, Fact::Cleaned { node_id: node, attempt: 1 }).await;
     let shown = api.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;

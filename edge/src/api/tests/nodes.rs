@@ -3,7 +3,7 @@
 use super::harness::{ApiHarness, TestResponse, node_body};
 use axum::http::Method;
 use chrono::TimeDelta;
-use domain::node::{Command, Fact, FindingReport, Node, NodeHealth, Phase, Reply, ReportedFinding, Request};
+use domain::node::{Command, FindingReport, Instruction, Node, NodeHealth, Phase, Reply, ReportedFinding, Request};
 use domain::policy::PolicyKey;
 use domain::state_machine::Command as _;
 use domain::{AllocationId, Principal};
@@ -196,11 +196,11 @@ async fn node_goes_through_its_lifecycle_by_administrators_requests() {
     let allocation_id = AllocationId(Uuid::now_v7());
     api.ask_as_system::<Node>(
         id.0,
-        Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false },
+        Instruction::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false },
     )
     .await;
     let deadline_at = chrono::Utc::now() + TimeDelta::minutes(10);
-    api.ask_as_system::<Node>(id.0, Fact::Provision { allocation_id, deadline_at }).await;
+    api.ask_as_system::<Node>(id.0, Instruction::Provision { allocation_id, deadline_at }).await;
     let in_use = order("retire", reason_body()).await;
     assert_eq!(in_use.refused(409, "node_in_use")["allocation_id"], allocation_id.to_string());
     order("remove", reason_body()).await.refused(400, "invalid_request");
@@ -208,7 +208,7 @@ async fn node_goes_through_its_lifecycle_by_administrators_requests() {
     assert_eq!(tasks.is(200)["open"][0]["type"], "allocation.provision");
     assert_eq!(tasks.body["open"][0]["allocation_id"], allocation_id.to_string());
     assert_eq!(order("retire", json!({"reason": "swap", "drain": true})).await.is(200)["state"], "draining");
-    api.ask_as_system::<Node>(id.0, Fact::Abandon { allocation_id }).await;
+    api.ask_as_system::<Node>(id.0, Instruction::Abandon { allocation_id }).await;
     let mut lines = vec![order("remove", reason_body()).await.line(), order("reactivate", reason_body()).await.line()];
 
     let other = api.active_node("h100x4", 4).await;

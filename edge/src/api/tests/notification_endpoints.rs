@@ -31,7 +31,7 @@ impl ApiHarness {
         let id: Uuid = endpoint["id"].as_str().unwrap().parse().unwrap();
         let message_id = Uuid::from_u128(n);
         let message = QueuedNotification { id: message_id, event: "billing.balance_low".into(), body: "{}".into() };
-        self.ask_as_system::<NotificationEndpoint>(id, Fact::Enqueue { message }).await;
+        self.ask_as_system::<NotificationEndpoint>(id, Fact::NotificationDue { message }).await;
         let failure = DeliveryFailure {
             why: "it answered 500".into(),
             is_final: true,

@@ -1,7 +1,7 @@
 //! The overview of the service.
 
 use super::harness::ApiHarness;
-use domain::node::{Fact, Node};
+use domain::node::{Instruction, Node};
 use domain::{AllocationId, Machine, NodeId};
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -23,7 +23,7 @@ async fn overview_counts_entities_and_free_gpus() {
     let retired = api.active_node("h100x4", 4).await;
     let removed = api.active_node("h100x4", 4).await;
     let small = api.active_node("h100x2", 2).await;
-    let reserve = |n| Fact::Reserve {
+    let reserve = |n| Instruction::Reserve {
         allocation_id: AllocationId(Uuid::from_u128(n)),
         gpu_count: 1,
         keys: Vec::new(),

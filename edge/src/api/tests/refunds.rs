@@ -172,7 +172,11 @@ async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
 
     // The allocation ends, and the ledger has the rest of its cost.
     let until = from + chrono::TimeDelta::seconds(125);
-    let usage = billing_account::Fact::Usage { allocation_id: AllocationId(id), from: Some(from), until: Some(until) };
+    let usage = billing_account::Instruction::MeterUsage {
+        allocation_id: AllocationId(id),
+        from: Some(from),
+        until: Some(until),
+    };
     api.ask_as_system::<BillingAccount>(account, usage).await;
     let rest = refund(&api, "biller", "t", of.clone(), None).await;
     assert_eq!(rest.is(201)["amount_minor"], 105);

@@ -3,7 +3,7 @@
 use super::harness::{ApiHarness, TestResponse};
 use crate::app_state::rollout_nodes::RolloutScope;
 use axum::http::Method;
-use domain::node::{Fact as NodeFact, Node};
+use domain::node::{Instruction as NodeInstruction, Node};
 use domain::rollout::{Fact, FeedPosition, NodeSelector, NodesPage, PAGE, Rollout, RolloutCandidate};
 use domain::rollout_outcome::{RolloutOutcome, SkipReason};
 use domain::{NodeId, RolloutId};
@@ -155,7 +155,7 @@ async fn nodes_of_a_rollout_are_listed_with_their_outcomes() {
     assert_eq!(api.get(&path).admin().send().await.is(200)["items"], json!([]));
     let digest = digest('a').parse().unwrap();
     let order =
-        NodeFact::UpdateForRollout { rollout_id: RolloutId(rollout), digest, soaks: true, includes_held: false };
+        NodeInstruction::UpdateForRollout { rollout_id: RolloutId(rollout), digest, soaks: true, includes_held: false };
     api.ask_as_system::<Node>(node.0, order).await;
     let rename = api.call(Method::PATCH, &format!("/api/v1/admin/nodes/{node}")).admin();
     rename.json(&json!({ "name": "rack-7" })).send().await.is(200);

@@ -287,7 +287,7 @@ async fn sku_in_use_is_deactivated_with_impact_review_and_rollback_plan() {
     assert_eq!(in_use().await, (0, 0));
     let node = api.active_node("h100x4", 4).await;
     assert_eq!(in_use().await, (1, 0));
-    let reserve = node::Fact::Reserve {
+    let reserve = node::Instruction::Reserve {
         allocation_id: AllocationId(Uuid::from_u128(5)),
         gpu_count: 2,
         keys: Vec::new(),

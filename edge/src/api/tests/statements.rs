@@ -3,7 +3,7 @@
 use super::billing::{ACCOUNTS, adjust, metered, opened};
 use super::harness::ApiHarness;
 use domain::AllocationId;
-use domain::billing_account::{BillingAccount, Command, Fact};
+use domain::billing_account::{BillingAccount, Command, Instruction};
 use domain::state_machine::Command as _;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ async fn two_months(api: &ApiHarness) -> Uuid {
     let until = Some("2026-10-01T00:01:10.000001Z".parse().unwrap());
     let from = Some("2026-09-30T23:58:00Z".parse().unwrap());
     let allocation_id = AllocationId(Uuid::from_u128(RENTED));
-    api.ask_as_system::<BillingAccount>(account, Fact::Usage { allocation_id, from, until }).await;
+    api.ask_as_system::<BillingAccount>(account, Instruction::MeterUsage { allocation_id, from, until }).await;
     api.stop_clock_at("2026-10-31T23:59:59.999999Z");
     let body = json!({"amount_minor": -250, "currency": "EUR", "reason": "=HYPERLINK(\"x\"), a correction"});
     let path = format!("{ACCOUNTS}/{account}/adjustments");

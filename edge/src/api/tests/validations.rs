@@ -2,7 +2,7 @@
 
 use super::harness::{ApiHarness, POLLS, TestResponse, pause_before_poll, sku_body};
 use axum::http::Method;
-use domain::node::{Fact, Node, Request, TaskOutcome};
+use domain::node::{Instruction, Node, Request, TaskOutcome};
 use domain::validation::Measurement;
 use domain::{AllocationId, NodeId, Principal, TaskId};
 use serde_json::{Value, json};
@@ -102,7 +102,7 @@ async fn load_is_refused_on_a_node_with_a_tenant_and_a_repeated_order_is_answere
     let other = api.enrolled_node("h100x4", 4, "other").await;
     api.poll(other).await;
     let allocation_id = AllocationId(Uuid::now_v7());
-    let reserve = Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false };
+    let reserve = Instruction::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false };
     api.ask_as_system::<Node>(other.0, reserve).await;
     for level in ["quick", "deep"] {
         let refused = api.validate(other, level).await;

@@ -23,7 +23,7 @@ use actors::shell_dependencies::{Effects, Environment as _, Store, Term};
 use arc_swap::ArcSwap;
 use chrono::{TimeDelta, Utc};
 use domain::authz::TokenRole;
-use domain::node::{Command, Fact, Node, Reply, Request};
+use domain::node::{Command, Instruction, Node, Reply, Request};
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::{AllocationId, Effect, NodeId, Principal, SkuId, Timestamp, TokenId};
 use ipnet::IpNet;
@@ -310,17 +310,17 @@ impl NodeApiHarness {
         let allocation_id = AllocationId(Uuid::now_v7());
         self.tell(
             agent.node_id,
-            Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false },
+            Instruction::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false },
         )
         .await;
         let deadline_at = self.now() + TimeDelta::minutes(10);
-        self.tell(agent.node_id, Fact::Provision { allocation_id, deadline_at }).await;
+        self.tell(agent.node_id, Instruction::Provision { allocation_id, deadline_at }).await;
         allocation_id
     }
 
     pub(super) async fn clean(&self, agent: &Agent, allocation_id: AllocationId, attempt: u32) {
         let deadline_at = self.now() + TimeDelta::minutes(10);
-        self.tell(agent.node_id, Fact::Clean { allocation_id, attempt, deadline_at }).await;
+        self.tell(agent.node_id, Instruction::Clean { allocation_id, attempt, deadline_at }).await;
     }
 
     /// The next task, opened as an agent opens it.

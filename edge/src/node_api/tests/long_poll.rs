@@ -1,7 +1,7 @@
 use super::harness::NodeApiHarness;
 use crate::node_api::task_dispatch;
 use domain::AllocationId;
-use domain::node::Fact;
+use domain::node::Instruction;
 use serde_json::json;
 use std::future::Future;
 use std::time::{Duration, Instant};
@@ -110,7 +110,7 @@ async fn fenced_node_gets_no_tasks_and_other_requests_pass() {
     let agent = harness.active().await;
     let allocation_id = harness.rent(&agent).await;
     harness.clean(&agent, allocation_id, 1).await;
-    harness.tell(agent.node_id, Fact::Fence { allocation_id, attempt: 1 }).await;
+    harness.tell(agent.node_id, Instruction::Fence { allocation_id, attempt: 1 }).await;
     let details = agent.wait(&harness, 1).await;
     assert_eq!(details.is_refused_as("node_fenced")["allocation_id"], allocation_id.to_string());
     agent.beat(&harness).await.is(200);
@@ -129,7 +129,7 @@ async fn waiting_poll_of_a_node_that_becomes_fenced_is_refused() {
     harness.task(&agent).await;
     let (answer, ()) = tokio::join!(agent.wait(&harness, 55), async {
         harness.until_polled(1).await;
-        harness.tell(agent.node_id, Fact::Fence { allocation_id, attempt: 1 }).await;
+        harness.tell(agent.node_id, Instruction::Fence { allocation_id, attempt: 1 }).await;
         harness.app.polls.wake(domain::NodeId(agent.node_id));
     });
     answer.is_refused_as("node_fenced");

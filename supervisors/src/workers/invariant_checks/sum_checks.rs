@@ -127,7 +127,7 @@ mod tests {
     use super::*;
     use actors::sharding::shard_of;
     use actors::shell_dependencies::Store;
-    use domain::billing_account::{BillingAccount, Fact, Holder};
+    use domain::billing_account::{BillingAccount, Holder, Instruction};
     use domain::money::Currency;
     use domain::{OrgId, PaymentId};
     use local_servers::test_database::TestDatabase;
@@ -158,7 +158,8 @@ mod tests {
         let host = TestHost::start(store, terms.clone(), Arc::default(), Arc::new(NoEffects)).await;
         let id = Uuid::from_u128(7);
         let (holder, currency) = (Holder::Org(OrgId("acme".into())), Currency::parse("EUR").unwrap());
-        let deposit = Fact::Deposit { payment_id: PaymentId(Uuid::from_u128(8)), holder, currency, amount_minor: 5 };
+        let deposit =
+            Instruction::Deposit { payment_id: PaymentId(Uuid::from_u128(8)), holder, currency, amount_minor: 5 };
         host.ask::<BillingAccount>(&test_host::system(), id, deposit).await.unwrap();
 
         let mut checks = SumChecks::register(&Registry::new(), db.pool.clone()).unwrap();

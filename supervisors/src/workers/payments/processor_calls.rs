@@ -133,7 +133,7 @@ async fn open(updater: &PaymentUpdater, payment_id: PaymentId) -> Result<UpdateO
     let Some(found) = updater.processor.find_payment(payment_id, created_before(payment_id)).await? else {
         // The payment knows whether a request may still open it.
         let why = "it was not opened at the payment processor".to_owned();
-        return Ok(outcome_of(updater.ask(payment_id, "open", Fact::Lapse { why }).await?));
+        return Ok(outcome_of(updater.ask(payment_id, "open", Fact::NotOpened { why }).await?));
     };
     let processor_id = found.processor_id;
     let opened = Fact::Opened { processor_id: processor_id.clone() };

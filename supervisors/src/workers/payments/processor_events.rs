@@ -222,7 +222,7 @@ fn count(event: &ProcessorEvent, fact: &Fact) {
                 "an event of the payment processor was processed"
             );
         }
-        Fact::Receive { .. } => {}
+        Fact::Received { .. } => {}
     }
 }
 

@@ -41,13 +41,13 @@
 
 use super::{Consequences, EventConsequences, Reaction, on};
 use crate::allocation::Fact as ToAllocation;
-use crate::billing_account::Fact as ToAccount;
+use crate::billing_account::Instruction as ToAccount;
 use crate::event::Event;
 use crate::id::{AllocationId, EntityKind, NodeId};
-use crate::node::Fact as ToNode;
+use crate::node::Instruction as ToNode;
 use crate::notification::{Audience, NotificationDetails as Details};
 use crate::policy::PolicyKey;
-use crate::tenant::Fact as ToTenant;
+use crate::tenant::Instruction as ToTenant;
 
 /// One commit of a rental.
 #[derive(Clone, Copy, Debug)]
@@ -111,7 +111,7 @@ const UNTIL_CLEANED: Option<RentalDeadline> = Some(RentalDeadline {
 
 /// The start of the use, or its end too.
 const USAGE_CHANGED: EventConsequences = on!("billing.usage_changed", UsageChanged { allocation_id, holder, from, until } =>
-    Consequences::command(Reaction::Billing { holder, fact: ToAccount::Usage { allocation_id, from, until } }));
+    Consequences::command(Reaction::Billing { holder, instruction: ToAccount::MeterUsage { allocation_id, from, until } }));
 
 /// The commits of a rental without failures, in their order. Commits 11 and 12 do not wait for each other.
 pub const COMMITS: [RentalCommit; 15] = [
@@ -272,7 +272,7 @@ pub const COMMITS: [RentalCommit; 15] = [
         entity: EntityKind::Allocation,
         command: "cleaned",
         events: &[on!("provisioning.released", AllocationReleased { allocation_id, user_id, reason, .. } =>
-            Consequences::command(Reaction::Tenant { user_id, fact: ToTenant::Forget { allocation_id } })
+            Consequences::command(Reaction::Tenant { user_id, instruction: ToTenant::Forget { allocation_id } })
                 .notify_renter(allocation_id, Details { reason: Some(reason), ..Details::in_state("released") }))],
         deadline: None,
         after_crash: "The allocation is `released`, and still counts against the quota. The event leads to commit 15; the tenant asks for it.",
@@ -377,12 +377,12 @@ pub const EXCEPTIONS: [RentalException; 14] = [
     RentalException::new(
         "The time to leave has ended. The allocation is released (as by commit 10).",
         on!("node.evacuation_due", EvacuationDue { node_id, allocation_id, reason } =>
-            to_allocation(allocation_id, ToAllocation::Evacuate { node_id, reason })),
+            to_allocation(allocation_id, ToAllocation::EvacuationDue { node_id, reason })),
     ),
     RentalException::new(
         "No money is left, and the grace period has ended. The allocation is released (as by commit 10).",
         on!("billing.allocation_uncovered", AllocationUncovered { allocation_id, .. } =>
-            to_allocation(allocation_id, ToAllocation::Uncover)),
+            to_allocation(allocation_id, ToAllocation::Uncovered)),
     ),
     RentalException::new(
         "The account has a meter whose allocation may have ended. The allocation answers with `billing.usage_changed` (commits 9 and 12).",
@@ -408,8 +408,8 @@ pub(in crate::cross_entity) fn consequences(event: &Event) -> Consequences {
     events().find_map(|row| row.of(event)).unwrap_or(Consequences::NONE)
 }
 
-const fn to_node(node_id: NodeId, fact: ToNode) -> Consequences {
-    Consequences::command(Reaction::Node(node_id, fact))
+const fn to_node(node_id: NodeId, instruction: ToNode) -> Consequences {
+    Consequences::command(Reaction::Node(node_id, instruction))
 }
 
 const fn to_allocation(allocation_id: AllocationId, fact: ToAllocation) -> Consequences {

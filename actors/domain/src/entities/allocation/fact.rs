@@ -28,16 +28,21 @@ pub enum Fact {
     Unaffordable {
         message: String,
     },
-    /// The account is depleted, and the grace period has ended.
-    Uncover,
+    /// The account is depleted, and the grace period has ended. Its name between members is that of earlier releases.
+    #[serde(rename = "uncover")]
+    #[strum(serialize = "uncover")]
+    Uncovered,
     /// A critical fault of the node was detected at this time.
     Faulted {
         node_id: NodeId,
         at: Timestamp,
         reason: String,
     },
-    /// The time of its tenant to leave a GPU or a machine that goes out of service has ended.
-    Evacuate {
+    /// The time of its tenant to leave a GPU or a machine that goes out of service has ended. Its name between members is that
+    /// of earlier releases.
+    #[serde(rename = "evacuate")]
+    #[strum(serialize = "evacuate")]
+    EvacuationDue {
         node_id: NodeId,
         reason: String,
     },
@@ -68,8 +73,10 @@ pub enum Fact {
         #[serde(default)]
         logins_revision: u64,
     },
-    /// The keys that this choice resolves to at this revision of the user's keys.
-    AdoptLogins {
+    /// The keys that this choice resolves to at this revision of the user's keys. Its name between members is that of earlier releases.
+    #[serde(rename = "adopt_logins")]
+    #[strum(serialize = "adopt_logins")]
+    LoginsResolved {
         chosen: Option<Vec<SshKeyId>>,
         keys: Vec<AuthorizedKey>,
         logins_revision: u64,
@@ -88,9 +95,9 @@ impl Allocation {
             Fact::NoCapacity { suggestion } => self.no_capacity(suggestion, ctx),
             Fact::OverQuota { limit } => self.over_quota(limit, ctx),
             Fact::Unaffordable { message } => self.unaffordable(&message, ctx),
-            Fact::Uncover => self.uncover(ctx),
+            Fact::Uncovered => self.uncover(ctx),
             Fact::Faulted { node_id, at, reason } => self.faulted(node_id, at, &reason, ctx),
-            Fact::Evacuate { node_id, reason } => self.evacuate(node_id, &reason, ctx),
+            Fact::EvacuationDue { node_id, reason } => self.evacuate(node_id, &reason, ctx),
             Fact::StillMetered { is_running } => self.still_metered(is_running),
             Fact::Provisioned { node_id } => self.provisioned(node_id, ctx),
             Fact::ProvisionFailed { node_id, reason } => self.provision_failed(node_id, &reason, ctx),
@@ -99,7 +106,7 @@ impl Allocation {
                 self.cleanup_failed(node_id, attempt, (&reason, &detail), ctx)
             }
             Fact::StillCounted { logins_revision } => self.still_counted(logins_revision),
-            Fact::AdoptLogins { chosen, keys, logins_revision } => {
+            Fact::LoginsResolved { chosen, keys, logins_revision } => {
                 self.adopt_logins(&chosen, keys, logins_revision, ctx)
             }
             Fact::LoginsWritten { node_id, revision } => self.logins_written(node_id, revision),

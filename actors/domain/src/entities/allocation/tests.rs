@@ -61,7 +61,7 @@ fn choose(keys: &[u128]) -> Request {
 
 /// The keys that the default resolves to.
 fn adopt(keys: &[u128], logins_revision: u64) -> Fact {
-    Fact::AdoptLogins { chosen: None, keys: keys.iter().map(|n| key(*n)).collect(), logins_revision }
+    Fact::LoginsResolved { chosen: None, keys: keys.iter().map(|n| key(*n)).collect(), logins_revision }
 }
 
 fn placed() -> Placement {
@@ -272,7 +272,7 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleanup_failed", worker(), remains(attempt).into()),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1)).into()),
         ("unaffordable", worker(), Fact::Unaffordable { message: "m".into() }.into()),
-        ("uncover", worker(), Fact::Uncover.into()),
+        ("uncover", worker(), Fact::Uncovered.into()),
         ("faulted", worker(), Fact::Faulted { node_id: NODE, at: start(), reason: "r".into() }.into()),
         ("faulted elsewhere", worker(), Fact::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }.into()),
         ("still_metered, and running", worker(), Fact::StillMetered { is_running: true }.into()),
@@ -452,7 +452,7 @@ fn gpu_count_or_queue_time_beyond_the_bounds_is_rejected() {
 
 #[test]
 fn evacuated_allocation_is_released_by_the_normal_path_and_only_for_its_own_node() {
-    let evacuate = |node_id| Fact::Evacuate { node_id, reason: "gpu_maintenance".into() };
+    let evacuate = |node_id| Fact::EvacuationDue { node_id, reason: "gpu_maintenance".into() };
     allocation().active().after_fact(evacuate(ELSEWHERE)).unmoved().expect("active");
     allocation().reserved().after_fact(evacuate(NODE)).unmoved().expect("provisioning");
     let step = allocation().active().ask(&worker(), evacuate(NODE)).unwrap();

@@ -93,11 +93,11 @@ impl Bench {
     fn hold(&mut self, n: u64, price: i64, gpu_count: u32) -> Result<(), Rejection> {
         let (holder, price) = (Holder::User("ann".into()), Price::new("EUR", price).unwrap());
         let (allocation_id, user_id) = (allocation(n), "ann".into());
-        self.send(Fact::Hold { holder, allocation_id, user_id, price, gpu_count, plan: None })
+        self.send(Instruction::Hold { holder, allocation_id, user_id, price, gpu_count, plan: None })
     }
 
     fn use_of(&mut self, n: u64, from: Timestamp, until: Option<Timestamp>) {
-        self.send(Fact::Usage { allocation_id: allocation(n), from: Some(from), until }).unwrap();
+        self.send(Instruction::MeterUsage { allocation_id: allocation(n), from: Some(from), until }).unwrap();
     }
 
     /// Adds an active allocation of so many GPUs at one unit an hour each.
@@ -187,11 +187,11 @@ fn allocation_without_cover_is_rejected() {
     bench.hold(1, 300, 1).unwrap();
     bench.hold(2, 300, 1).unwrap();
     assert!(matches!(bench.hold(3, 1, 1), Err(Rejection::InsufficientBalance { .. })), "all of it is held");
-    bench.send(Fact::Usage { allocation_id: allocation(1), from: None, until: Some(bench.now) }).unwrap();
+    bench.send(Instruction::MeterUsage { allocation_id: allocation(1), from: None, until: Some(bench.now) }).unwrap();
     bench.hold(3, 300, 1).unwrap();
     bench.hold(4, 0, 1).unwrap();
     let dollars = Price::new("USD", 1).unwrap();
-    let command = Fact::Hold {
+    let command = Instruction::Hold {
         holder: Holder::User("ann".into()),
         allocation_id: allocation(5),
         user_id: "ann".into(),
@@ -344,7 +344,7 @@ fn allocation_covered_again_after_another_ends_continues() {
         }
         let ends = bench.now;
         let from = dear_runs.then(begin);
-        bench.send(Fact::Usage { allocation_id: allocation(2), from, until: Some(ends) }).unwrap();
+        bench.send(Instruction::MeterUsage { allocation_id: allocation(2), from, until: Some(ends) }).unwrap();
         assert_eq!((bench.it().state(), bench.it().deadline()), ("open", None), "what is left covers the other");
         // It runs past the end of that grace period, until its own money is used up.
         let covered = bench.it().balance.minor() - 1;
@@ -381,13 +381,13 @@ fn late_usage_of_a_timely_release_spares_the_others() {
 
 #[test]
 fn account_without_cost_takes_the_currency_of_the_first_deposit() {
-    let deposit = |currency: &str| Fact::Deposit {
+    let deposit = |currency: &str| Instruction::Deposit {
         payment_id: PaymentId(Uuid::from_u128(5)),
         holder: Holder::User("ann".into()),
         currency: Currency::parse(currency).unwrap(),
         amount_minor: 1_000,
     };
-    let free = |currency: &str| Fact::Hold {
+    let free = |currency: &str| Instruction::Hold {
         holder: Holder::User("ann".into()),
         allocation_id: allocation(1),
         user_id: "ann".into(),
@@ -403,7 +403,7 @@ fn account_without_cost_takes_the_currency_of_the_first_deposit() {
     assert_eq!((bench.it().currency.as_str(), bench.it().balance.minor(), bench.ledger.len()), ("EUR", 1_000, 1));
     assert_eq!(bench.ledger[0].currency.as_str(), "EUR");
     // Once it has money, the currency stays.
-    let other = Fact::Deposit {
+    let other = Instruction::Deposit {
         payment_id: PaymentId(Uuid::from_u128(6)),
         holder: Holder::User("ann".into()),
         currency: Currency::parse("USD").unwrap(),
@@ -424,11 +424,11 @@ fn resent_answer_to_a_payment_notifies_no_user() {
     let (payment_id, refund_id) = (PaymentId(Uuid::from_u128(5)), RefundId(Uuid::from_u128(6)));
     let holder = Holder::User("ann".into());
     let commands = [
-        Fact::Deposit { payment_id, holder, currency: eur(), amount_minor: 1_000 },
-        Fact::TakeRefund { refund_id, payment_id, amount_minor: 5_000, is_exact: true },
-        Fact::GiveBackRefund { refund_id, payment_id, amount_minor: 10 },
-        Fact::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
-        Fact::UndoReversal { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
+        Instruction::Deposit { payment_id, holder, currency: eur(), amount_minor: 1_000 },
+        Instruction::TakeRefund { refund_id, payment_id, amount_minor: 5_000, is_exact: true },
+        Instruction::GiveBackRefund { refund_id, payment_id, amount_minor: 10 },
+        Instruction::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
+        Instruction::UndoReversal { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
     ];
     for command in commands {
         bench.published.clear();

@@ -62,12 +62,12 @@ fn opened() -> BrowserSession {
     decide(&ann(), None, opening(), after(0)).unwrap().next.unwrap()
 }
 
-fn begin() -> Fact {
-    Fact::BeginRefresh { token_ends_at: after(300) }
+fn begin() -> Instruction {
+    Instruction::BeginRefresh { token_ends_at: after(300) }
 }
 
-fn finish(attempt: u32) -> Fact {
-    Fact::FinishRefresh { attempt, tokens_enc: "fresh".into(), token_ends_at: after(600) }
+fn finish(attempt: u32) -> Instruction {
+    Instruction::FinishRefresh { attempt, tokens_enc: "fresh".into(), token_ends_at: after(600) }
 }
 
 #[track_caller]
@@ -98,7 +98,7 @@ fn login_is_audited_with_its_place_and_completed_once() {
     assert_eq!((session.state(), session.idle_ends_at, session.ends_at), ("active", after(28_800), after(86_400)));
     assert_eq!(session.terms(), ["oidc-sid/sid-1".to_owned(), "oidc-sub/sub-ann".to_owned()].into());
     assert_eq!(decide(&ann(), Some(&session), opening(), after(1)).unwrap_err(), Rejection::Exists);
-    assert_eq!(decide(&replica(), None, Fact::Touch, after(1)).unwrap_err(), Rejection::NotFound);
+    assert_eq!(decide(&replica(), None, Instruction::Touch, after(1)).unwrap_err(), Rejection::NotFound);
 }
 
 #[test]
@@ -128,10 +128,10 @@ fn session_ends_after_a_pause_and_at_the_end_of_its_lifetime_however_it_is_used(
         Some("idle")
     );
     // A request that comes too late does not revive it.
-    ended(decide(&replica(), Some(&session), Fact::Touch, after(28_800)).unwrap());
+    ended(decide(&replica(), Some(&session), Instruction::Touch, after(28_800)).unwrap());
     let mut used = session;
     for hours in 1..24 {
-        used = decide(&replica(), Some(&used), Fact::Touch, after(hours * 3600)).unwrap().next.unwrap();
+        used = decide(&replica(), Some(&used), Instruction::Touch, after(hours * 3600)).unwrap().next.unwrap();
     }
     assert_eq!((used.last_seen_at, used.end_at(after(86_399))), (after(23 * 3600), None));
     assert_eq!(used.deadline().unwrap().at, after(86_400));
@@ -167,7 +167,11 @@ fn refresh_of_a_killed_replica_is_begun_again_after_its_lease_and_a_notice() {
     assert!(matches!(step.reply, Reply::Leased { attempt: 2, .. }));
     let second = step.next.unwrap();
     // What the first one reports after all is for its own lease.
-    for stale in [finish(1), Fact::FailRefresh { attempt: 1 }, Fact::RefuseRefresh { attempt: 1, error: "x".into() }] {
+    for stale in [
+        finish(1),
+        Instruction::FailRefresh { attempt: 1 },
+        Instruction::RefuseRefresh { attempt: 1, error: "x".into() },
+    ] {
         let step = decide(&replica(), Some(&second), stale, after(318)).unwrap();
         assert!(step.next.is_none() && step.events.is_empty());
     }
@@ -190,11 +194,12 @@ fn tokens_that_could_not_be_stored_within_the_lease_are_stored_after_the_outage_
 #[test]
 fn refused_refresh_ends_the_session_and_an_outage_does_not() {
     let leased = decide(&replica(), Some(&opened()), begin(), after(290)).unwrap().next.unwrap();
-    let refused = Fact::RefuseRefresh { attempt: 1, error: "invalid_grant".into() };
+    let refused = Instruction::RefuseRefresh { attempt: 1, error: "invalid_grant".into() };
     let step = decide(&replica(), Some(&leased), refused, after(291)).unwrap();
     assert_eq!(step.audit[0].metadata["provider_error"], "invalid_grant");
     ended(step);
-    let waits = decide(&replica(), Some(&leased), Fact::FailRefresh { attempt: 1 }, after(291)).unwrap().next.unwrap();
+    let waits =
+        decide(&replica(), Some(&leased), Instruction::FailRefresh { attempt: 1 }, after(291)).unwrap().next.unwrap();
     assert!(waits.is_active() && waits.tokens_enc.is_some());
     assert_eq!(decide(&replica(), Some(&waits), begin(), after(291)).unwrap().reply, Reply::Wait);
     assert!(matches!(decide(&replica(), Some(&waits), begin(), after(292)).unwrap().reply, Reply::Leased { .. }));
@@ -202,7 +207,7 @@ fn refused_refresh_ends_the_session_and_an_outage_does_not() {
 
 #[test]
 fn logout_at_the_provider_ends_earlier_logins_alone() {
-    let logout = |issued: i64| Fact::ProviderLogout { token_sha256: "0f".into(), issued_at: after(issued) };
+    let logout = |issued: i64| Instruction::EndByProvider { token_sha256: "0f".into(), issued_at: after(issued) };
     let session = opened();
     let over = ended(decide(&replica(), Some(&session), logout(10), after(11)).unwrap());
     assert_eq!(over.terms(), ["oidc-logout/0f".to_owned()].into());
@@ -212,9 +217,9 @@ fn logout_at_the_provider_ends_earlier_logins_alone() {
 
 #[test]
 fn ended_session_refuses_what_would_use_its_tokens() {
-    let over = ended(decide(&replica(), Some(&opened()), Fact::LogOut, after(1)).unwrap());
-    for fact in [Fact::Touch, begin(), finish(1)] {
-        let refused = decide(&replica(), Some(&over), fact, after(2)).unwrap_err();
+    let over = ended(decide(&replica(), Some(&opened()), Instruction::LogOut, after(1)).unwrap());
+    for instruction in [Instruction::Touch, begin(), finish(1)] {
+        let refused = decide(&replica(), Some(&over), instruction, after(2)).unwrap_err();
         assert_eq!(refused, Rejection::Ended { reason: "logged_out".into() });
     }
     assert!(decide(&replica(), Some(&over), Command::TICK, after(90_000)).unwrap().next.is_none());
@@ -230,7 +235,7 @@ fn resealed_tokens_do_not_replace_refreshed_ones() {
     let leased = decide(&replica(), Some(&session), begin(), after(1)).unwrap().next.unwrap();
     let fresh = decide(&replica(), Some(&leased), finish(1), after(2)).unwrap().next.unwrap();
     assert!(decide(&replica(), Some(&fresh), reseal("sealed"), after(3)).unwrap().next.is_none());
-    let over = ended(decide(&replica(), Some(&session), Fact::LogOut, after(1)).unwrap());
+    let over = ended(decide(&replica(), Some(&session), Instruction::LogOut, after(1)).unwrap());
     assert!(decide(&replica(), Some(&over), reseal("sealed"), after(2)).unwrap().next.is_none());
 }
 
@@ -253,7 +258,7 @@ fn shorter_limits_hold_from_the_next_request_and_longer_ones_for_the_pause_alone
     let (idle, lifetime) = (PolicyKey::AuthBrowserSessionIdle, PolicyKey::AuthBrowserSessionMaxTtl);
     let session = opened();
     let touched = |values: &[(PolicyKey, i64)]| {
-        let step = decide_under(&policies(values), &replica(), Some(&session), Fact::Touch, after(600));
+        let step = decide_under(&policies(values), &replica(), Some(&session), Instruction::Touch, after(600));
         step.unwrap().next.unwrap()
     };
     let shorter = touched(&[(idle, 300), (lifetime, 3600)]);
@@ -283,7 +288,7 @@ fn timer_that_fires_early_ends_nothing_and_a_late_one_names_the_lifetime() {
 fn refresh_has_a_pause_after_it_and_a_number_of_its_own() {
     let leased = decide(&replica(), Some(&opened()), begin(), after(290)).unwrap().next.unwrap();
     let fresh = decide(&replica(), Some(&leased), finish(1), after(292)).unwrap().next.unwrap();
-    let next = Fact::BeginRefresh { token_ends_at: after(600) };
+    let next = Instruction::BeginRefresh { token_ends_at: after(600) };
     assert_eq!(decide(&replica(), Some(&fresh), next.clone(), after(292)).unwrap().reply, Reply::Wait);
     let step = decide(&replica(), Some(&fresh), next, after(293)).unwrap();
     assert!(matches!(step.reply, Reply::Leased { attempt: 2, .. }));
@@ -298,7 +303,8 @@ fn end_during_a_refresh_refuses_its_tokens() {
     assert_eq!(over.refresh, RefreshState::Idle { not_before: after(291) });
     let refused = decide(&replica(), Some(&over), finish(1), after(292)).unwrap_err();
     assert_eq!(refused, Rejection::Ended { reason: "ended_by_user".into() });
-    for late in [Fact::FailRefresh { attempt: 1 }, Fact::RefuseRefresh { attempt: 1, error: "x".into() }] {
+    for late in [Instruction::FailRefresh { attempt: 1 }, Instruction::RefuseRefresh { attempt: 1, error: "x".into() }]
+    {
         let step = decide(&replica(), Some(&over), late, after(292)).unwrap();
         assert!(step.next.is_none() && step.events.is_empty() && step.audit.is_empty());
     }
@@ -309,14 +315,14 @@ fn end_during_a_refresh_refuses_its_tokens() {
 
 #[test]
 fn first_end_stays_whatever_ends_it_again() {
-    let logout = || Fact::ProviderLogout { token_sha256: "0f".into(), issued_at: after(9) };
-    let over = ended(decide(&replica(), Some(&opened()), Fact::Displace, after(1)).unwrap());
+    let logout = || Instruction::EndByProvider { token_sha256: "0f".into(), issued_at: after(9) };
+    let over = ended(decide(&replica(), Some(&opened()), Instruction::Displace, after(1)).unwrap());
     assert_eq!((over.end_at(after(1)), over.terms()), (Some("displaced"), BTreeSet::new()));
     let root = person("root", &[TokenRole::Admin]);
     let by_admin = Request::EndByAdministrator { reason: "x".into() };
     for (by, again) in [
-        (replica(), Command::from(Fact::LogOut)),
-        (replica(), Fact::Displace.into()),
+        (replica(), Command::from(Instruction::LogOut)),
+        (replica(), Instruction::Displace.into()),
         (replica(), logout().into()),
         (root, by_admin.into()),
     ] {
@@ -327,7 +333,7 @@ fn first_end_stays_whatever_ends_it_again() {
 
 #[test]
 fn logout_at_the_provider_in_the_second_of_the_login_ends_it() {
-    let at_once = Fact::ProviderLogout { token_sha256: "0f".into(), issued_at: after(0) };
+    let at_once = Instruction::EndByProvider { token_sha256: "0f".into(), issued_at: after(0) };
     let over = ended(decide(&replica(), Some(&opened()), at_once, after(1)).unwrap());
     assert_eq!(over.end_at(after(1)), Some("provider_logout"));
 }

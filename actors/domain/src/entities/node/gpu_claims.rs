@@ -4,7 +4,7 @@
 //! node is quarantined: one of the two machines is a copy, or reports what is not true. An operator who has removed the other node, or
 //! corrected the hardware, releases the quarantine, and the node claims its UUIDs again.
 
-use super::{Command, Fact, GpuClaimScope, Node, Phase, Rejection, Request, StateCode};
+use super::{Command, GpuClaimScope, Instruction, Node, Phase, Rejection, Request, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::state_machine::{Transition, TransitionContext};
@@ -30,7 +30,7 @@ impl Node {
         holders: &BTreeMap<String, Uuid>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if matches!(command, Command::Fact(Fact::Reserve { .. })) {
+        if matches!(command, Command::Instruction(Instruction::Reserve { .. })) {
             return Err(Rejection::NotSchedulable {
                 why: self.without_gpus_of(holders).machine.gpu_conflict().unwrap_or_default(),
             });

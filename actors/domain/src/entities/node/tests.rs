@@ -157,8 +157,8 @@ fn poll() -> Request {
     Request::Poll { serial: SERIAL.into() }
 }
 
-fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Fact {
-    Fact::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0, reimages: false }
+fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Instruction {
+    Instruction::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0, reimages: false }
 }
 
 fn order_task(task_type: TaskType) -> Request {
@@ -299,7 +299,7 @@ impl Story {
 
     fn provisioning(self) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
-        self.reserved().after_fact(Fact::Provision { allocation_id: TENANT, deadline_at })
+        self.reserved().after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at })
     }
 
     fn ready(self) -> Self {
@@ -312,7 +312,7 @@ impl Story {
 
     fn cleaning(self, attempt: u32) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
-        self.after_fact(Fact::Clean { allocation_id: TENANT, attempt, deadline_at })
+        self.after_fact(Instruction::Clean { allocation_id: TENANT, attempt, deadline_at })
     }
 
     fn releasing(self) -> Self {
@@ -324,11 +324,11 @@ impl Story {
     }
 
     fn fenced(self) -> Self {
-        self.release_failed().after_fact(Fact::Fence { allocation_id: TENANT, attempt: 1 })
+        self.release_failed().after_fact(Instruction::Fence { allocation_id: TENANT, attempt: 1 })
     }
 
     fn abandoned(self) -> Self {
-        self.release_failed().after_fact(Fact::Abandon { allocation_id: TENANT })
+        self.release_failed().after_fact(Instruction::Abandon { allocation_id: TENANT })
     }
 
     /// The tenant's task and its attempt; an unknown task where there is none.
@@ -512,15 +512,15 @@ fn hold_commands(story: &Story) -> Vec<(String, Principal, Command)> {
     let deadline_at = story.now + TimeDelta::seconds(600);
     let mut commands = vec![
         ("reserve again".to_owned(), worker(), Command::from(reserve(TENANT, 1))),
-        ("unreserve".to_owned(), worker(), Fact::Unreserve { allocation_id }.into()),
-        ("provision".to_owned(), worker(), Fact::Provision { allocation_id, deadline_at }.into()),
+        ("unreserve".to_owned(), worker(), Instruction::Unreserve { allocation_id }.into()),
+        ("provision".to_owned(), worker(), Instruction::Provision { allocation_id, deadline_at }.into()),
     ];
     for attempt in 1..=2 {
-        let clean = Fact::Clean { allocation_id, attempt, deadline_at };
+        let clean = Instruction::Clean { allocation_id, attempt, deadline_at };
         commands.push((format!("clean {attempt}"), worker(), clean.into()));
-        let mark = Fact::MarkReleaseFailed { allocation_id, attempt };
+        let mark = Instruction::MarkReleaseFailed { allocation_id, attempt };
         commands.push((format!("mark_release_failed {attempt}"), worker(), mark.into()));
-        commands.push((format!("fence {attempt}"), worker(), Fact::Fence { allocation_id, attempt }.into()));
+        commands.push((format!("fence {attempt}"), worker(), Instruction::Fence { allocation_id, attempt }.into()));
         commands.push((format!("report {attempt} failed"), agent(), story.report(attempt, failed()).into()));
         let unproven = TaskOutcome::Succeeded { proof: None };
         commands.push((format!("report {attempt} succeeded"), agent(), story.report(attempt, unproven).into()));
@@ -528,7 +528,7 @@ fn hold_commands(story: &Story) -> Vec<(String, Principal, Command)> {
         let foreign = TaskOutcome::Succeeded { proof: Some(OTHER) };
         commands.push((format!("report {attempt} proved another's"), agent(), story.report(attempt, foreign).into()));
     }
-    commands.push(("abandon".to_owned(), worker(), Fact::Abandon { allocation_id }.into()));
+    commands.push(("abandon".to_owned(), worker(), Instruction::Abandon { allocation_id }.into()));
     commands
 }
 

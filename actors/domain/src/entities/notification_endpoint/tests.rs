@@ -99,7 +99,7 @@ impl Story {
     }
 
     fn enqueue(&mut self, n: u128) -> bool {
-        self.send(Fact::Enqueue { message: message(n) })
+        self.send(Fact::NotificationDue { message: message(n) })
     }
 
     fn it(&self) -> &NotificationEndpoint {
@@ -312,7 +312,8 @@ fn former_secret_signs_for_a_day() {
 #[test]
 fn address_follows_the_token_and_a_deleted_endpoint_stays_deleted() {
     let ann = person("ann", None);
-    let introduce = |address: &str| Fact::Introduce { user_id: "ann".into(), address: address.into(), claims: None };
+    let introduce =
+        |address: &str| Fact::AddressVerified { user_id: "ann".into(), address: address.into(), claims: None };
     let mut story = Story::new();
     assert!(story.send(introduce("ann@example.com")));
     assert!(!story.send(introduce("ann@example.com")));
@@ -359,7 +360,7 @@ fn policies_follow_the_recipient_as_the_last_token_names_it() {
     assert_eq!(story.it().scopes(), named(None, Some("free")));
 
     let mut story = Story::new();
-    let introduce = |plan: Option<&str>| Fact::Introduce {
+    let introduce = |plan: Option<&str>| Fact::AddressVerified {
         user_id: "ann".into(),
         address: "ann@example.com".into(),
         claims: plan.map(|plan| RecipientClaims { org_id: None, plan: Some(plan.into()) }),
@@ -418,7 +419,7 @@ proptest! {
             match happening {
                 EndpointStep::Event(bytes) => {
                     let message = QueuedNotification { body: "\"".repeat(bytes), ..message(n as u128 + 1) };
-                    taken += u64::from(story.send(Fact::Enqueue { message }));
+                    taken += u64::from(story.send(Fact::NotificationDue { message }));
                 }
                 EndpointStep::Delivered => {
                     if let Some(n) = story.due() {

@@ -16,8 +16,11 @@ pub enum Fact {
     Opened {
         processor_id: String,
     },
-    /// The processor has no object for it: the payment expires where it may not be opened any more.
-    Lapse {
+    /// The processor has no object for it: the payment expires where it may not be opened any more. Its name between
+    /// members is that of earlier releases.
+    #[serde(rename = "lapse")]
+    #[strum(serialize = "lapse")]
+    NotOpened {
         why: String,
     },
     /// It was paid in full, under the processor's id for the payment itself.
@@ -95,7 +98,7 @@ impl Payment {
     pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
             Fact::Opened { processor_id } => self.opened(processor_id, ctx),
-            Fact::Lapse { why } => Ok(self.lapse(why, ctx)),
+            Fact::NotOpened { why } => Ok(self.lapse(why, ctx)),
             Fact::Paid { processor_id, amount_minor, currency, charge_id, presented } => {
                 self.paid(processor_id, amount_minor, &currency, charge_id, presented, ctx)
             }

@@ -262,10 +262,10 @@ fn unanswered_request_is_resent_until_it_is_answered() {
     assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
     let mut lapsed = PaymentHarness::new();
     lapsed.create_as(0, 5_000).unwrap();
-    lapsed.send(0, Fact::Lapse { why: "not there".into() }).unwrap();
+    lapsed.send(0, Fact::NotOpened { why: "not there".into() }).unwrap();
     assert_eq!(lapsed.it().state(), "created", "it may still be opened");
     lapsed.now += OPEN_FOR;
-    lapsed.send(0, Fact::Lapse { why: "not there".into() }).unwrap();
+    lapsed.send(0, Fact::NotOpened { why: "not there".into() }).unwrap();
     assert_eq!((lapsed.it().state(), lapsed.it().timer()), ("expired", None));
     let opened = lapsed.send(0, Fact::Opened { processor_id: "pi_100".into() });
     assert!(matches!(opened, Err(Rejection::Over { .. })), "a checkout that was opened too late must be canceled");
@@ -391,7 +391,7 @@ fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
     let review = world.it().review().map_or_else(|| OF_POUNDS.to_owned(), |review| review.to_string());
     vec![
         ("opened", Fact::Opened { processor_id: "pi_100".into() }.into()),
-        ("lapse", Fact::Lapse { why: "w".into() }.into()),
+        ("lapse", Fact::NotOpened { why: "w".into() }.into()),
         ("paid", world.paid(0).into()),
         ("paid otherwise", pounds("pi_100").into()),
         ("event dismissed", Fact::EventDismissed { processor_id: "pi_100".into() }.into()),
@@ -429,7 +429,7 @@ fn every_command_in_every_state_does_what_was_reviewed() {
         for (does, command) in every_command(&world) {
             let by = match &command {
                 Command::Request(_) => ann(),
-                Command::Fact(_) | Command::Maintenance(_) => Principal::system("test"),
+                Command::Instruction(_) | Command::Fact(_) | Command::Maintenance(_) => Principal::system("test"),
             };
             assert!(!command.name().is_empty());
             let so = match Payment::decide(Some(world.it()), command, &world.ctx(&by, payment_id(0).0)) {

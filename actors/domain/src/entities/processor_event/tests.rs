@@ -16,7 +16,7 @@ fn start() -> Timestamp {
 }
 
 fn receive(digest: &str) -> Fact {
-    Fact::Receive {
+    Fact::Received {
         event_id: "evt_1".into(),
         event_type: "payment_intent.succeeded".into(),
         object_id: Some("pi_1".into()),
@@ -116,9 +116,9 @@ impl Story {
 #[test]
 fn event_without_consequence_is_processed_on_receipt_and_its_body_removed() {
     let mut story = Story::new();
-    let Fact::Receive { event_id, object_id, occurred_at, digest, body_enc, .. } = receive("d") else { panic!() };
+    let Fact::Received { event_id, object_id, occurred_at, digest, body_enc, .. } = receive("d") else { panic!() };
     let event_type = "invoice.updated".to_owned();
-    let step = story.send(Fact::Receive {
+    let step = story.send(Fact::Received {
         event_id,
         event_type,
         object_id,

@@ -41,14 +41,14 @@ fn add(n: usize) -> Request {
     }
 }
 
-fn admit(n: u128) -> Fact {
+fn admit(n: u128) -> Instruction {
     let scopes = QuotaScopes { org_id: None, project_id: None, plan: None };
     let allocation_id = AllocationId(Uuid::from_u128(n));
-    Fact::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
+    Instruction::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
 }
 
-fn forget(n: u128) -> Fact {
-    Fact::Forget { allocation_id: AllocationId(Uuid::from_u128(n)) }
+fn forget(n: u128) -> Instruction {
+    Instruction::Forget { allocation_id: AllocationId(Uuid::from_u128(n)) }
 }
 
 fn with_keys(count: usize) -> Tenant {

@@ -11,8 +11,8 @@ use uuid::Uuid;
 const SESSION: Uuid = Uuid::from_u128(1);
 const ALLOCATION: AllocationId = AllocationId(Uuid::from_u128(2));
 const NODE: NodeId = NodeId(Uuid::from_u128(3));
-const REVOKE: Fact = Fact::Revoke { allocation_id: None };
-const CUT_OFF: Fact = Fact::CutOff { node_id: None };
+const REVOKE: Instruction = Instruction::Revoke { allocation_id: None };
+const CUT_OFF: Instruction = Instruction::CutOff { node_id: None };
 const ACTIVE: Precondition = Precondition { entity: Uuid::from_u128(2), version: 4 };
 
 fn user(name: &str) -> Principal {
@@ -60,7 +60,7 @@ impl Story {
     }
 
     fn attach(&mut self, shown: TokenDigest) -> Result<Transition<TerminalSession>, Rejection> {
-        self.ask(&gateway(), Fact::Attach { token_sha256: shown, active: ACTIVE })
+        self.ask(&gateway(), Instruction::Attach { token_sha256: shown, active: ACTIVE })
     }
 
     fn pass(&mut self, seconds: i64) {
@@ -98,12 +98,12 @@ fn session_is_opened_attached_detached_reattached_and_ended() {
     let attached = story.attach(token(1)).unwrap();
     assert!(matches!(attached.reply, Reply::Attached { attachment: 1, .. }));
     assert_eq!(attached.audit[0].action, AuditAction::TerminalsAttach);
-    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Instruction::Detach { attachment: 1 }).unwrap();
     assert_eq!(story.state(), "detached");
     story.ask(&user("u"), issue(token(2))).unwrap();
     story.attach(token(2)).unwrap();
     // The first connection's end arrives late and does not affect the second.
-    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Instruction::Detach { attachment: 1 }).unwrap();
     assert_eq!(story.state(), "attached");
     let ended = story.ask(&Principal::Node(NODE), Request::End { exit: ShellExit::Code(3) }).unwrap();
     assert_eq!(ended.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
@@ -129,7 +129,7 @@ fn only_the_owner_gets_another_token_and_only_the_node_reports_the_exit() {
     assert_eq!(story.ask(&user("other"), issue(token(2))).unwrap_err(), Rejection::NotFound);
     let other = Principal::Node(NodeId(Uuid::from_u128(9)));
     assert_eq!(story.ask(&other, Request::End { exit: ShellExit::Code(0) }).unwrap_err(), Rejection::NotFound);
-    story.ask(&gateway(), Fact::Fail { node_id: NodeId(Uuid::from_u128(9)), code: "x".into() }).unwrap();
+    story.ask(&gateway(), Instruction::Fail { node_id: NodeId(Uuid::from_u128(9)), code: "x".into() }).unwrap();
     assert_eq!(story.state(), "opened");
 }
 
@@ -160,7 +160,7 @@ fn unattached_or_expired_session_is_closed_at_its_deadline() {
 fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back() {
     let mut story = Story::opened();
     story.attach(token(1)).unwrap();
-    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Instruction::Detach { attachment: 1 }).unwrap();
     let deadline = story.session.as_ref().unwrap().deadline().unwrap().at;
     assert_eq!(deadline, story.now + TimeDelta::seconds(900));
     story.pass(890);
@@ -169,7 +169,7 @@ fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back()
     story.pass(30);
     story.ask(&gateway(), Command::TICK).unwrap();
     story.attach(token(2)).unwrap();
-    story.ask(&gateway(), Fact::Detach { attachment: 2 }).unwrap();
+    story.ask(&gateway(), Instruction::Detach { attachment: 2 }).unwrap();
     story.pass(899);
     story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.state(), "detached");
@@ -199,7 +199,7 @@ fn owner_alone_ends_a_session_and_one_without_a_client_makes_room() {
     }
     story.attach(token(1)).unwrap();
     assert_eq!(story.ask(&user("u"), Request::Displace).unwrap_err(), Rejection::NotDetached);
-    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Instruction::Detach { attachment: 1 }).unwrap();
     story.ask(&user("u"), Request::Displace).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Displaced));
 
@@ -222,7 +222,7 @@ fn closed_session_keeps_its_first_reason() {
     let mut story = Story::opened();
     let killed = story.ask(&user("admin"), Request::Kill { reason: "abuse".into() }).unwrap();
     assert_eq!(killed.audit[0].action, AuditAction::TerminalsKill);
-    for command in [REVOKE.into(), CUT_OFF.into(), Command::TICK, Fact::Detach { attachment: 0 }.into()] {
+    for command in [REVOKE.into(), CUT_OFF.into(), Command::TICK, Instruction::Detach { attachment: 0 }.into()] {
         let step = story.ask(&gateway(), command).unwrap();
         assert!(step.next.is_none() && step.effects.is_empty());
     }
@@ -235,23 +235,27 @@ fn closed_session_keeps_its_first_reason() {
 fn revocation_that_names_an_allocation_or_node_closes_its_session_alone() {
     let (other_allocation, other_node) = (AllocationId(Uuid::from_u128(0xBAD)), NodeId(Uuid::from_u128(0xBAD)));
     let mut story = Story::opened();
-    for others in [Fact::Revoke { allocation_id: Some(other_allocation) }, Fact::CutOff { node_id: Some(other_node) }] {
+    for others in [
+        Instruction::Revoke { allocation_id: Some(other_allocation) },
+        Instruction::CutOff { node_id: Some(other_node) },
+    ] {
         let step = story.ask(&gateway(), others).unwrap();
         assert!(step.next.is_none() && step.effects.is_empty());
     }
     let session = story.session.clone().unwrap();
-    story.ask(&gateway(), Fact::Revoke { allocation_id: Some(session.allocation_id) }).unwrap();
+    story.ask(&gateway(), Instruction::Revoke { allocation_id: Some(session.allocation_id) }).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::AllocationEnded));
     let mut story = Story::opened();
-    story.ask(&gateway(), Fact::CutOff { node_id: Some(session.node_id) }).unwrap();
+    story.ask(&gateway(), Instruction::CutOff { node_id: Some(session.node_id) }).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Killed));
 }
 
 #[test]
 fn revocation_that_names_nothing_is_the_command_of_the_previous_release() {
-    for (fact, command) in [(REVOKE, json!({ "command": "revoke" })), (CUT_OFF, json!({ "command": "cut_off" }))] {
-        assert_eq!(serde_json::to_value(&fact).unwrap(), command);
-        assert_eq!(serde_json::from_value::<Fact>(command).unwrap(), fact);
+    for (instruction, command) in [(REVOKE, json!({ "command": "revoke" })), (CUT_OFF, json!({ "command": "cut_off" }))]
+    {
+        assert_eq!(serde_json::to_value(&instruction).unwrap(), command);
+        assert_eq!(serde_json::from_value::<Instruction>(command).unwrap(), instruction);
     }
 }
 
@@ -279,8 +283,8 @@ fn with_token_of(other: &Principal) -> Story {
 }
 
 fn log_out(story: &mut Story, n: u128) -> Transition<TerminalSession> {
-    let fact = Fact::LogOut { browser_session_id: BrowserSessionId(Uuid::from_u128(n)) };
-    story.ask(&gateway(), fact).unwrap()
+    let log_out = Instruction::LogOut { browser_session_id: BrowserSessionId(Uuid::from_u128(n)) };
+    story.ask(&gateway(), log_out).unwrap()
 }
 
 #[test]
@@ -369,7 +373,7 @@ proptest! {
                         *issued.get_mut(&shown).unwrap() += 1;
                     }
                 }
-                SessionStep::Detach(attachment) => drop(story.ask(&gateway(), Fact::Detach { attachment })),
+                SessionStep::Detach(attachment) => drop(story.ask(&gateway(), Instruction::Detach { attachment })),
                 SessionStep::Pass(seconds) => story.pass(seconds),
                 SessionStep::Tick => drop(story.ask(&gateway(), Command::TICK)),
                 SessionStep::End => drop(story.ask(&Principal::Node(NODE), Request::End { exit: ShellExit::Signal(9) })),
@@ -431,13 +435,16 @@ mod recorded {
     #[test]
     fn policy_change_updates_an_open_session_once_and_is_audited() {
         let mut story = Story::opened();
-        assert!(story.ask(&gateway(), Fact::HeedPolicy).unwrap().next.is_none(), "nothing has changed");
+        assert!(
+            story.ask(&gateway(), Instruction::ApplyRecordingPolicy).unwrap().next.is_none(),
+            "nothing has changed"
+        );
         let begun = story.now;
         story
             .policy
             .set(PolicyKey::TerminalRecordingMode, PolicyScope::Global, begun, PolicyValue::Text("strict".into()))
             .unwrap();
-        let changed = story.ask(&gateway(), Fact::HeedPolicy).unwrap();
+        let changed = story.ask(&gateway(), Instruction::ApplyRecordingPolicy).unwrap();
         assert_eq!(
             (actions(&changed), mode(&story)),
             (vec![AuditAction::TerminalsChangeRecording], RecordingMode::Strict)
@@ -447,7 +454,7 @@ mod recorded {
             .policy
             .set(PolicyKey::TerminalRecordingEnabled, PolicyScope::Global, begun, PolicyValue::Bool(false))
             .unwrap();
-        story.ask(&gateway(), Fact::HeedPolicy).unwrap();
+        story.ask(&gateway(), Instruction::ApplyRecordingPolicy).unwrap();
         assert_eq!(mode(&story), RecordingMode::Off);
         assert!(story.session.as_ref().unwrap().has_recording(), "what was recorded before stays");
     }

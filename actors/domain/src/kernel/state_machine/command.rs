@@ -1,4 +1,4 @@
-//! The commands of a machine, by who sends them: requests, facts, and the service's own maintenance.
+//! The commands of a machine, by who sends them and what they are: requests, instructions, facts, and the service's own maintenance.
 
 use crate::authz::Action;
 use serde::de::value::MapAccessDeserializer;
@@ -27,10 +27,12 @@ pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 's
 /// A command of a machine that has more than requests and the tick. In JSON its sort does not show.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
-pub enum AnyCommand<R, F, M = TickOnly> {
+pub enum AnyCommand<R, I = NoCommand, F = NoCommand, M = TickOnly> {
     /// What a caller, an administrator or an agent requests.
     Request(R),
-    /// What another part of the service reports, or what follows from that here.
+    /// What another part of the service has the entity do: a step of a flow over several entities.
+    Instruction(I),
+    /// What another part of the service reports: it has happened there.
     Fact(F),
     /// What the service does to the entity by itself.
     Maintenance(M),
@@ -73,7 +75,22 @@ pub enum TickOnly {
     Tick,
 }
 
-/// `From` of the sorts of a module's commands for its `Command`, so that a request or a fact can be given where a command is expected.
+/// No command: the instructions of a machine that has none, or the facts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command")]
+pub enum NoCommand {}
+
+impl strum::VariantNames for NoCommand {
+    const VARIANTS: &'static [&'static str] = &[];
+}
+
+impl From<&NoCommand> for &'static str {
+    fn from(none: &NoCommand) -> Self {
+        match *none {}
+    }
+}
+
+/// `From` of the sorts of a module's commands for its `Command`, so that a command of one sort can be given where a command is expected.
 macro_rules! impl_command_from {
     ($($sort:ident),+) => {$(
         impl From<$sort> for Command {
@@ -101,12 +118,13 @@ impl Maintenance for TickOnly {
     const TICK: Self = Self::Tick;
 }
 
-impl<R: Request, F: CommandSort, M: Maintenance> Command for AnyCommand<R, F, M> {
+impl<R: Request, I: CommandSort, F: CommandSort, M: Maintenance> Command for AnyCommand<R, I, F, M> {
     const TICK: Self = Self::Maintenance(M::TICK);
 
     fn name(&self) -> &'static str {
         match self {
             Self::Request(request) => request.name(),
+            Self::Instruction(instruction) => instruction.tag(),
             Self::Fact(fact) => fact.tag(),
             Self::Maintenance(maintenance) => maintenance.tag(),
         }
@@ -115,29 +133,29 @@ impl<R: Request, F: CommandSort, M: Maintenance> Command for AnyCommand<R, F, M>
     fn action(&self) -> Action {
         match self {
             Self::Request(request) => request.action(),
-            Self::Fact(_) | Self::Maintenance(_) => Action::Advance,
+            Self::Instruction(_) | Self::Fact(_) | Self::Maintenance(_) => Action::Advance,
         }
     }
 
     fn creates(&self) -> bool {
         match self {
             Self::Request(request) => request.creates(),
-            Self::Fact(_) | Self::Maintenance(_) => false,
+            Self::Instruction(_) | Self::Fact(_) | Self::Maintenance(_) => false,
         }
     }
 }
 
 /// By the command's name. Trying one sort after the other costs more, and its errors name no field.
-impl<'de, R: CommandSort, F: CommandSort, M: CommandSort> Deserialize<'de> for AnyCommand<R, F, M> {
+impl<'de, R: CommandSort, I: CommandSort, F: CommandSort, M: CommandSort> Deserialize<'de> for AnyCommand<R, I, F, M> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(CommandVisitor(PhantomData))
     }
 }
 
-struct CommandVisitor<R, F, M>(PhantomData<(R, F, M)>);
+struct CommandVisitor<R, I, F, M>(PhantomData<(R, I, F, M)>);
 
-impl<'de, R: CommandSort, F: CommandSort, M: CommandSort> Visitor<'de> for CommandVisitor<R, F, M> {
-    type Value = AnyCommand<R, F, M>;
+impl<'de, R: CommandSort, I: CommandSort, F: CommandSort, M: CommandSort> Visitor<'de> for CommandVisitor<R, I, F, M> {
+    type Value = AnyCommand<R, I, F, M>;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "a command, named by its field `{TAG}`")
@@ -146,13 +164,16 @@ impl<'de, R: CommandSort, F: CommandSort, M: CommandSort> Visitor<'de> for Comma
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
         let fields = Fields::read_to_tag(map)?;
         let tag = fields.tag()?;
-        let (is_request, is_fact) = (R::TAGS.contains(&tag), F::TAGS.contains(&tag));
-        if !is_request && !is_fact && !M::TAGS.contains(&tag) {
+        let is_request = R::TAGS.contains(&tag);
+        let (is_instruction, is_fact) = (I::TAGS.contains(&tag), F::TAGS.contains(&tag));
+        if !is_request && !is_instruction && !is_fact && !M::TAGS.contains(&tag) {
             return Err(A::Error::custom(format_args!("no command is named `{tag}`")));
         }
         let fields = MapAccessDeserializer::new(fields);
         if is_request {
             R::deserialize(fields).map(AnyCommand::Request)
+        } else if is_instruction {
+            I::deserialize(fields).map(AnyCommand::Instruction)
         } else if is_fact {
             F::deserialize(fields).map(AnyCommand::Fact)
         } else {

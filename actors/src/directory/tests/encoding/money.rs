@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn of_a_billing_account() {
     use domain::authz::ResourceOwner;
-    use domain::billing_account::{BillingAccount, Command, Fact, Holder, PlanClaim, Rejection, Reply, Request};
+    use domain::billing_account::{BillingAccount, Command, Holder, Instruction, PlanClaim, Rejection, Reply, Request};
     use domain::money::{Currency, MicroAmount};
     let currency = Currency::parse("EUR").unwrap();
     let holder = Holder::Org(text().into());
@@ -13,7 +13,7 @@ fn of_a_billing_account() {
     let open = Request::Open { holder: holder.clone(), currency: currency.clone() };
     let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
     let price = Price::new("EUR", 250).unwrap();
-    let hold = |holder| Fact::Hold {
+    let hold = |holder| Instruction::Hold {
         holder,
         allocation_id: TENANT,
         user_id: "ann".into(),
@@ -27,7 +27,7 @@ fn of_a_billing_account() {
         project_id: Some(text().into()),
         plan: Some(text()),
     };
-    let usage = |from, until| Fact::Usage { allocation_id: TENANT, from, until };
+    let usage = |from, until| Instruction::MeterUsage { allocation_id: TENANT, from, until };
     let commands: Vec<Command> = vec![
         open.into(),
         hold(holder).into(),
@@ -35,11 +35,11 @@ fn of_a_billing_account() {
         usage(Some(at()), Some(at())).into(),
         usage(None, None).into(),
         Request::Adjust { amount_minor: -7, currency: currency.clone(), reason: text() }.into(),
-        Fact::Deposit { payment_id, holder: Holder::User(text().into()), currency, amount_minor: 7 }.into(),
-        Fact::TakeRefund { refund_id, payment_id, amount_minor: 7, is_exact: true }.into(),
-        Fact::GiveBackRefund { refund_id, payment_id, amount_minor: 7 }.into(),
-        Fact::Reverse { reversal_id: text(), payment_id, is_dispute: true, amount_minor: i64::MAX }.into(),
-        Fact::UndoReversal { reversal_id: text(), payment_id, is_dispute: false, amount_minor: 7 }.into(),
+        Instruction::Deposit { payment_id, holder: Holder::User(text().into()), currency, amount_minor: 7 }.into(),
+        Instruction::TakeRefund { refund_id, payment_id, amount_minor: 7, is_exact: true }.into(),
+        Instruction::GiveBackRefund { refund_id, payment_id, amount_minor: 7 }.into(),
+        Instruction::Reverse { reversal_id: text(), payment_id, is_dispute: true, amount_minor: i64::MAX }.into(),
+        Instruction::UndoReversal { reversal_id: text(), payment_id, is_dispute: false, amount_minor: 7 }.into(),
         Request::RefundAllocation {
             refund_id,
             allocation_id: TENANT,
@@ -99,7 +99,7 @@ fn of_a_payment() {
     let mut commands: Vec<Command> = vec![
         create.into(),
         Fact::Opened { processor_id: "pi_1".into() }.into(),
-        Fact::Lapse { why: text() }.into(),
+        Fact::NotOpened { why: text() }.into(),
         Fact::Paid {
             processor_id: "pi_1".into(),
             amount_minor: i64::MAX,
@@ -164,7 +164,7 @@ fn of_a_processor_event() {
     use domain::processor_event::{
         Command, Fact, Maintenance, ProcessingOutcome, ProcessorEvent, Rejection, Reply, Request,
     };
-    let receive = Fact::Receive {
+    let receive = Fact::Received {
         event_id: "evt_1".into(),
         event_type: text(),
         object_id: Some("pi_1".into()),

@@ -73,7 +73,7 @@ fn registration() -> Registration {
 }
 
 fn node_commands() -> Vec<node::Command> {
-    use node::{Command, Fact, Request};
+    use node::{Command, Fact, Instruction, Request};
     let issued = CertificateRecord { serial: "0a".into(), not_after: at(), generation: 2, authority: None };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
@@ -146,8 +146,9 @@ fn node_commands() -> Vec<node::Command> {
         Request::Validate { level: ValidationLevel::Deep, reason: text() }.into(),
         Request::UpdateAgent { digest: digest(), force: true, reason: text() }.into(),
         Request::ResetGpu { gpu_uuid: text(), reason: text() }.into(),
-        node::Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(), soaks: true, includes_held: true }.into(),
-        node::Fact::CheckForRollout { rollout_id: ROLLOUT }.into(),
+        Instruction::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(), soaks: true, includes_held: true }
+            .into(),
+        Instruction::CheckForRollout { rollout_id: ROLLOUT }.into(),
         Request::Report {
             serial: "0a".into(),
             task_id: TaskId(ALLOCATION),
@@ -169,15 +170,21 @@ fn node_commands() -> Vec<node::Command> {
             })),
         }
         .into(),
-        Fact::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1, reimages: true }
-            .into(),
-        Fact::ReconcileLogins { allocation_id: TENANT, revision: 2, keys: request().ssh_keys }.into(),
-        Fact::Unreserve { allocation_id: TENANT }.into(),
-        Fact::Provision { allocation_id: TENANT, deadline_at: at() }.into(),
-        Fact::Clean { allocation_id: TENANT, attempt: 1, deadline_at: at() }.into(),
-        Fact::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 }.into(),
-        Fact::Fence { allocation_id: TENANT, attempt: 1 }.into(),
-        Fact::Abandon { allocation_id: TENANT }.into(),
+        Instruction::Reserve {
+            allocation_id: TENANT,
+            gpu_count: 1,
+            keys: request().ssh_keys,
+            revision: 1,
+            reimages: true,
+        }
+        .into(),
+        Instruction::ReconcileLogins { allocation_id: TENANT, revision: 2, keys: request().ssh_keys }.into(),
+        Instruction::Unreserve { allocation_id: TENANT }.into(),
+        Instruction::Provision { allocation_id: TENANT, deadline_at: at() }.into(),
+        Instruction::Clean { allocation_id: TENANT, attempt: 1, deadline_at: at() }.into(),
+        Instruction::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 }.into(),
+        Instruction::Fence { allocation_id: TENANT, attempt: 1 }.into(),
+        Instruction::Abandon { allocation_id: TENANT }.into(),
         Request::Reimage { reason: text() }.into(),
         Fact::MachineToken { token_id: TokenId(ALLOCATION), token_sha256: [4; 32], image: None }.into(),
         Fact::MachineToken {

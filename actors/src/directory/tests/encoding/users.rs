@@ -8,7 +8,7 @@ use domain::tenant::{self, Tenant};
 
 #[test]
 fn of_a_tenant() {
-    use tenant::{Command, Fact, QuotaScopes, Rejection, Reply, Request};
+    use tenant::{Command, Instruction, QuotaScopes, Rejection, Reply, Request};
     let add = Request::AddKey {
         user_id: "ann".into(),
         name: text(),
@@ -23,7 +23,8 @@ fn of_a_tenant() {
         add.into(),
         Request::DeleteKey { key: ssh_key }.into(),
         Request::MakeDefault { key: ssh_key }.into(),
-        Fact::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 }.into(),
+        Instruction::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 }
+            .into(),
         Request::ExpectTerminal {
             user_id: "ann".into(),
             allocation_id: TENANT,
@@ -33,7 +34,7 @@ fn of_a_tenant() {
             scopes,
         }
         .into(),
-        Fact::Forget { allocation_id: TENANT }.into(),
+        Instruction::Forget { allocation_id: TENANT }.into(),
         Request::ExpectAccount {
             user_id: "ann".into(),
             account: domain::ServiceAccountId(ALLOCATION),
@@ -56,9 +57,9 @@ fn of_a_tenant() {
 
 #[test]
 fn command_with_a_list_in_place_of_an_object_is_refused() {
-    use tenant::{Command, Fact, QuotaScopes};
+    use tenant::{Command, Instruction, QuotaScopes};
     let scopes = QuotaScopes { org_id: None, project_id: Some("p".into()), plan: None };
-    let admit = Fact::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes, logins_revision: 1 };
+    let admit = Instruction::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes, logins_revision: 1 };
     let mut command = serde_json::to_value(Command::from(admit)).unwrap();
     command["scopes"] = json!([null, "p", null]);
     serde_json::from_value::<Command>(command.clone()).expect("serde alone reads the list");
@@ -69,7 +70,7 @@ fn command_with_a_list_in_place_of_an_object_is_refused() {
 #[test]
 fn of_a_browser_session() {
     use domain::browser_session::{
-        BrowserSession, Command, Fact, Maintenance, Opening, Place, Rejection, Reply, Request, SecretDigest,
+        BrowserSession, Command, Instruction, Maintenance, Opening, Place, Rejection, Reply, Request, SecretDigest,
     };
     let open = Request::Open(Box::new(Opening {
         secret_sha256: SecretDigest([7; 32]),
@@ -82,20 +83,20 @@ fn of_a_browser_session() {
     }));
     let worker = crate::testing::worker();
     let (session, opened) = decided::<BrowserSession>(None, open.clone(), &ann(), ALLOCATION);
-    let begin = Fact::BeginRefresh { token_ends_at: at() };
+    let begin = Instruction::BeginRefresh { token_ends_at: at() };
     let (_, leased) = decided(Some(&session), begin.clone(), &worker, ALLOCATION);
     let commands: Vec<Command> = vec![
         open.into(),
         Request::EndByUser.into(),
         Request::EndByAdministrator { reason: text() }.into(),
-        Fact::Touch.into(),
-        Fact::LogOut.into(),
-        Fact::Displace.into(),
+        Instruction::Touch.into(),
+        Instruction::LogOut.into(),
+        Instruction::Displace.into(),
         begin.into(),
-        Fact::FinishRefresh { attempt: 1, tokens_enc: "AA==".into(), token_ends_at: at() }.into(),
-        Fact::FailRefresh { attempt: 1 }.into(),
-        Fact::RefuseRefresh { attempt: 1, error: text() }.into(),
-        Fact::ProviderLogout { token_sha256: "00".into(), issued_at: at() }.into(),
+        Instruction::FinishRefresh { attempt: 1, tokens_enc: "AA==".into(), token_ends_at: at() }.into(),
+        Instruction::FailRefresh { attempt: 1 }.into(),
+        Instruction::RefuseRefresh { attempt: 1, error: text() }.into(),
+        Instruction::EndByProvider { token_sha256: "00".into(), issued_at: at() }.into(),
         Maintenance::Reseal { before: "AA==".into(), tokens_enc: "AQ==".into() }.into(),
         Command::TICK,
     ];

@@ -59,7 +59,7 @@ async fn run_payments(app: &AppState, event: Event) {
         Reaction::Payment(id, fact) => {
             ask_as_system::<Payment>(app, id.0, fact).await;
         }
-        Reaction::Billing { holder, fact }
+        Reaction::Billing { holder, instruction }
             if matches!(
                 event,
                 Event::PaymentPaid { .. }
@@ -69,7 +69,7 @@ async fn run_payments(app: &AppState, event: Event) {
             ) =>
         {
             let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-            ask_as_system::<BillingAccount>(app, account, fact).await;
+            ask_as_system::<BillingAccount>(app, account, instruction).await;
         }
         _ => {}
     }

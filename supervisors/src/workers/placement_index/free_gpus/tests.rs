@@ -2,7 +2,7 @@
 
 use super::*;
 use chrono::Utc;
-use domain::node::{Command, Fact, HoldPhase, Phase};
+use domain::node::{Command, HoldPhase, Instruction, Phase};
 use domain::policy::PolicyBook;
 use domain::state_machine::TransitionContext;
 use domain::{AllocationId, Machine as _, Principal};
@@ -57,9 +57,10 @@ impl Nodes {
     ) -> Result<Option<NodeId>, StoreError> {
         let mut committed = self.committed.lock().await;
         let (version, node) = &committed[&node_id];
-        let fact = Fact::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0, reimages: false };
+        let reserve = Instruction::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0, reimages: false };
         let (policy, by) = (PolicyBook::default(), Principal::system("test"));
-        let Ok(step) = Node::decide(Some(node), Command::Fact(fact), &context(&policy, &by, node_id, *version)) else {
+        let Ok(step) = Node::decide(Some(node), Command::from(reserve), &context(&policy, &by, node_id, *version))
+        else {
             return Ok(None);
         };
         let next = (version + 1, step.next.unwrap());

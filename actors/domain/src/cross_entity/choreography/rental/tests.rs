@@ -7,18 +7,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 /// The kind of a machine's entity, and the names of its commands in JSON.
-fn commands<M: Machine<Command = AnyCommand<R, F, S>>, R: CommandSort, F: CommandSort, S: CommandSort>()
--> (EntityKind, BTreeSet<&'static str>) {
-    (M::KIND, R::TAGS.iter().chain(F::TAGS).chain(S::TAGS).copied().collect())
+fn commands<
+    M: Machine<Command = AnyCommand<R, I, F, S>>,
+    R: CommandSort,
+    I: CommandSort,
+    F: CommandSort,
+    S: CommandSort,
+>() -> (EntityKind, BTreeSet<&'static str>) {
+    (M::KIND, R::TAGS.iter().chain(I::TAGS).chain(F::TAGS).chain(S::TAGS).copied().collect())
 }
 
 /// The command that follows, with the kind of its entity.
 fn command_of(reaction: &Reaction) -> Option<(EntityKind, &'static str)> {
     match reaction {
         Reaction::Allocation(_, fact) => Some((EntityKind::Allocation, fact.tag())),
-        Reaction::Node(_, fact) => Some((EntityKind::Node, fact.tag())),
-        Reaction::Tenant { fact, .. } => Some((EntityKind::Tenant, fact.tag())),
-        Reaction::Billing { fact, .. } => Some((EntityKind::BillingAccount, fact.tag())),
+        Reaction::Node(_, instruction) => Some((EntityKind::Node, instruction.tag())),
+        Reaction::Tenant { instruction, .. } => Some((EntityKind::Tenant, instruction.tag())),
+        Reaction::Billing { instruction, .. } => Some((EntityKind::BillingAccount, instruction.tag())),
         Reaction::Nothing | Reaction::Place(_) | Reaction::CloseTerminals { .. } => None,
         Reaction::Terminal(..)
         | Reaction::Payment(..)
@@ -60,10 +65,10 @@ fn every_row_has_the_subject_of_its_event_and_is_what_the_reactions_perform() {
 #[test]
 fn every_command_is_one_of_its_entity() {
     let known = BTreeMap::from([
-        commands::<allocation::Allocation, _, _, _>(),
-        commands::<node::Node, _, _, _>(),
-        commands::<tenant::Tenant, _, _, _>(),
-        commands::<billing_account::BillingAccount, _, _, _>(),
+        commands::<allocation::Allocation, _, _, _, _>(),
+        commands::<node::Node, _, _, _, _>(),
+        commands::<tenant::Tenant, _, _, _, _>(),
+        commands::<billing_account::BillingAccount, _, _, _, _>(),
     ]);
     for commit in COMMITS {
         assert!(known[&commit.entity].contains(commit.command), "{} {}", commit.entity, commit.command);

@@ -11,7 +11,7 @@ fn chosen_keys_override_the_default_and_deleted_keys_are_dropped() {
     // An allocation that follows the default needs no change.
     let other = chosen.after_fact(adopt(&[3], 1)).publishes(&["provisioning.logins_stale"]);
     let ids = other.allocation.ssh_access().chosen;
-    let gone = Fact::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
+    let gone = Fact::LoginsResolved { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
     let gone = other.after_fact(gone).publishes(&["provisioning.logins_changed"]);
     assert_eq!((gone.allocation.ssh_access().keys, gone.allocation.ssh_access().revision), (vec![key(2)], 2));
     // The same choice changes nothing.

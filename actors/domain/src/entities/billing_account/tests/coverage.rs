@@ -24,7 +24,7 @@ fn with_a_window_running(minor: i64) -> Bench {
 
 fn reverse(bench: &mut Bench, amount_minor: i64) {
     let payment_id = PaymentId(Uuid::from_u128(5));
-    let command = Fact::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor };
+    let command = Instruction::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor };
     bench.send(command).unwrap();
 }
 

@@ -16,14 +16,14 @@ impl Bench {
 
     fn pay(&mut self, n: u128, amount_minor: i64) {
         let (payment_id, holder) = (PaymentId(Uuid::from_u128(n)), Holder::User("ann".into()));
-        self.send(Fact::Deposit { payment_id, holder, currency: eur(), amount_minor }).unwrap();
+        self.send(Instruction::Deposit { payment_id, holder, currency: eur(), amount_minor }).unwrap();
     }
 
     /// A refund of at most so much, and what was debited for it.
     fn pay_back(&mut self, n: u128, amount_minor: i64, is_exact: bool) -> Result<i64, String> {
         let before = self.published.len();
         let refund_id = RefundId(Uuid::from_u128(n));
-        self.send(Fact::TakeRefund { refund_id, payment_id: PAYMENT, amount_minor, is_exact }).unwrap();
+        self.send(Instruction::TakeRefund { refund_id, payment_id: PAYMENT, amount_minor, is_exact }).unwrap();
         let mut answers = self.published[before..].iter().filter_map(|event| {
             if let Event::RefundTaken { amount_minor, .. } = event {
                 return Some(Ok(*amount_minor));
@@ -79,7 +79,8 @@ fn refund_of_all_in_a_currency_of_three_decimals_is_rounded_down_to_what_a_card_
         let (mut bench, currency) = (Bench::new(), Currency::parse(code).unwrap());
         bench.set(PolicyKey::BillingAdjustmentMax, 100_000_000);
         let holder = Holder::User("ann".into());
-        let deposit = Fact::Deposit { payment_id: PAYMENT, holder, currency: currency.clone(), amount_minor: 5_000 };
+        let deposit =
+            Instruction::Deposit { payment_id: PAYMENT, holder, currency: currency.clone(), amount_minor: 5_000 };
         bench.send(deposit).unwrap();
         bench.send(Request::Adjust { amount_minor: -6, currency, reason: "r".into() }).unwrap();
         assert_eq!(bench.pay_back(1, 5_000, false), Ok(refunded), "{code}");
@@ -136,7 +137,7 @@ fn dispute_that_is_won_again_leaves_credit_what_it_was() {
     bench.pay(1, 10_000);
     bench.spend(1, 10_000);
     bench.give(5_000);
-    let dispute = |amount_minor| Fact::Reverse {
+    let dispute = |amount_minor| Instruction::Reverse {
         reversal_id: "dp_1".into(),
         payment_id: PAYMENT,
         is_dispute: true,
@@ -144,8 +145,12 @@ fn dispute_that_is_won_again_leaves_credit_what_it_was() {
     };
     bench.send(dispute(10_000)).unwrap();
     assert!(bench.pay_back(1, 1, true).is_err());
-    let won =
-        Fact::UndoReversal { reversal_id: "dp_1".into(), payment_id: PAYMENT, is_dispute: true, amount_minor: 10_000 };
+    let won = Instruction::UndoReversal {
+        reversal_id: "dp_1".into(),
+        payment_id: PAYMENT,
+        is_dispute: true,
+        amount_minor: 10_000,
+    };
     bench.send(won).unwrap();
     assert_eq!(bench.it().balance.minor(), 5_000);
     assert!(bench.pay_back(2, 1, true).is_err());
@@ -247,7 +252,7 @@ proptest! {
                         prop_assert_eq!(taken, Ok(wanted));
                         if returns {
                             let refund_id = RefundId(Uuid::from_u128(id));
-                            bench.send(Fact::GiveBackRefund { refund_id, payment_id: PAYMENT, amount_minor: wanted }).unwrap();
+                            bench.send(Instruction::GiveBackRefund { refund_id, payment_id: PAYMENT, amount_minor: wanted }).unwrap();
                             prop_assert_eq!(paid_by_the_ledger(&bench.ledger), before);
                         }
                     } else {
@@ -256,9 +261,9 @@ proptest! {
                 }
                 MoneyStep::Reverse { minor, is_undone } => {
                     let reversal_id = format!("dp_{id}");
-                    bench.send(Fact::Reverse { reversal_id: reversal_id.clone(), payment_id: PAYMENT, is_dispute: true, amount_minor: minor }).unwrap();
+                    bench.send(Instruction::Reverse { reversal_id: reversal_id.clone(), payment_id: PAYMENT, is_dispute: true, amount_minor: minor }).unwrap();
                     if is_undone {
-                        bench.send(Fact::UndoReversal { reversal_id, payment_id: PAYMENT, is_dispute: true, amount_minor: minor }).unwrap();
+                        bench.send(Instruction::UndoReversal { reversal_id, payment_id: PAYMENT, is_dispute: true, amount_minor: minor }).unwrap();
                     }
                 }
             }

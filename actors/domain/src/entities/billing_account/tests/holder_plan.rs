@@ -32,7 +32,7 @@ impl Bench {
         let plan = PlanClaim { plan: plan.map(str::to_owned), seen_at: requested_at };
         let (allocation_id, price) = (allocation(n), Price::new("EUR", 600).unwrap());
         let (user_id, gpu_count) = ("ann".into(), 1);
-        self.send(Fact::Hold { holder, allocation_id, user_id, price, gpu_count, plan: Some(plan) }).unwrap();
+        self.send(Instruction::Hold { holder, allocation_id, user_id, price, gpu_count, plan: Some(plan) }).unwrap();
         self.use_of(n, self.now, None);
     }
 
@@ -108,7 +108,7 @@ fn plan_of_a_later_token_is_in_force_from_the_next_window_and_audited() {
         // A member of an earlier release does not name it.
         bench.now += TimeDelta::seconds(1);
         let (allocation_id, price) = (allocation(4), Price::new("EUR", 600).unwrap());
-        let hold = Fact::Hold {
+        let hold = Instruction::Hold {
             holder: holder.clone(),
             allocation_id,
             user_id: "ann".into(),

@@ -7,8 +7,13 @@ const LARGEST: usize = 16 * 1024;
 impl Bench {
     fn deposited(&mut self, payment: u128, amount_minor: i64) {
         let payment_id = PaymentId(Uuid::from_u128(payment));
-        self.send(Fact::Deposit { payment_id, holder: Holder::User("ann".into()), currency: eur(), amount_minor })
-            .unwrap();
+        self.send(Instruction::Deposit {
+            payment_id,
+            holder: Holder::User("ann".into()),
+            currency: eur(),
+            amount_minor,
+        })
+        .unwrap();
     }
 
     fn size(&self) -> usize {

@@ -110,7 +110,7 @@ impl AccountSimulation {
             return;
         }
         let until = if never { Some(self.bench.now) } else { until };
-        self.bus.push(Fact::Usage { allocation_id: allocation(n as u64), from, until }.into());
+        self.bus.push(Instruction::MeterUsage { allocation_id: allocation(n as u64), from, until }.into());
     }
 
     fn end(&mut self, n: usize, at: Timestamp) {
@@ -197,7 +197,9 @@ impl AccountSimulation {
                 self.reversals += 1;
                 let (reversal_id, payment_id) = (format!("re_{}", self.reversals), PaymentId(Uuid::from_u128(5)));
                 let amount_minor = minor.into();
-                self.bench.send(Fact::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor }).unwrap();
+                self.bench
+                    .send(Instruction::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor })
+                    .unwrap();
             }
         }
         self.obey();

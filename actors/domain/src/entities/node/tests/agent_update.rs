@@ -94,12 +94,12 @@ fn version_of_the_agent_is_recorded_at_once() {
 const ROLLOUT: RolloutId = RolloutId(uuid::Uuid::from_u128(0xB));
 
 /// The order of a rollout that watches the node afterwards.
-fn of_soaking_rollout(digit: char) -> Fact {
-    Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(digit), soaks: true, includes_held: false }
+fn of_soaking_rollout(digit: char) -> Instruction {
+    Instruction::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(digit), soaks: true, includes_held: false }
 }
 
-fn check() -> Fact {
-    Fact::CheckForRollout { rollout_id: ROLLOUT }
+fn check() -> Instruction {
+    Instruction::CheckForRollout { rollout_id: ROLLOUT }
 }
 
 /// What the node has reported of the soak.
@@ -131,8 +131,8 @@ fn soaking() -> Story {
     story
 }
 
-fn of_rollout(rollout_id: RolloutId, digit: char) -> Fact {
-    Fact::UpdateForRollout { rollout_id, digest: digest(digit), soaks: false, includes_held: false }
+fn of_rollout(rollout_id: RolloutId, digit: char) -> Instruction {
+    Instruction::UpdateForRollout { rollout_id, digest: digest(digit), soaks: false, includes_held: false }
 }
 
 /// An active node whose agent can be updated.
@@ -204,8 +204,8 @@ fn rollout_skips_what_it_cannot_update_and_remembers_that() {
 }
 
 /// The order of a rollout that includes held nodes.
-fn of_rollout_with_held(digit: char) -> Fact {
-    Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(digit), soaks: true, includes_held: true }
+fn of_rollout_with_held(digit: char) -> Instruction {
+    Instruction::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(digit), soaks: true, includes_held: true }
 }
 
 /// A node that can be updated, in quarantine for a setuid file that the agent found.

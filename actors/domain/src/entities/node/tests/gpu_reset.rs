@@ -143,7 +143,8 @@ fn gpu_of_a_tenant_is_reset_only_after_the_clean_up_proof() {
     assert_eq!(cleaning.gpu_tasks(), vec![], "the tenant is being cleaned up");
     let failed_release = cleaning.clone().reports(failed()).senses(&[pending_remap(0)]);
     assert_eq!(failed_release.gpu_tasks(), vec![], "its clean-up is not proved");
-    let abandoned = failed_release.after_fact(Fact::Abandon { allocation_id: TENANT }).senses(&[pending_remap(0)]);
+    let abandoned =
+        failed_release.after_fact(Instruction::Abandon { allocation_id: TENANT }).senses(&[pending_remap(0)]);
     assert_eq!(abandoned.gpu_tasks(), vec![], "nor after a release by force");
     let gone = cleaning.reports(PROVED).senses(&[pending_remap(0)]);
     assert_eq!(gone.gpu_tasks(), [("node.gpu_reset", uuid(0))]);
@@ -492,12 +493,14 @@ impl Story {
                 self.senses(&found)
             }
             Happening::Reserve(n, gpus) => self.tries(&worker(), reserve(tenant(n), gpus)),
-            Happening::Provision(n) => self.tries(&worker(), Fact::Provision { allocation_id: tenant(n), deadline_at }),
-            Happening::Clean(n) => {
-                self.tries(&worker(), Fact::Clean { allocation_id: tenant(n), attempt: 1, deadline_at })
+            Happening::Provision(n) => {
+                self.tries(&worker(), Instruction::Provision { allocation_id: tenant(n), deadline_at })
             }
-            Happening::Unreserve(n) => self.tries(&worker(), Fact::Unreserve { allocation_id: tenant(n) }),
-            Happening::Abandon(n) => self.tries(&worker(), Fact::Abandon { allocation_id: tenant(n) }),
+            Happening::Clean(n) => {
+                self.tries(&worker(), Instruction::Clean { allocation_id: tenant(n), attempt: 1, deadline_at })
+            }
+            Happening::Unreserve(n) => self.tries(&worker(), Instruction::Unreserve { allocation_id: tenant(n) }),
+            Happening::Abandon(n) => self.tries(&worker(), Instruction::Abandon { allocation_id: tenant(n) }),
             Happening::Report { is_success } => self.reports_on_the_oldest(is_success),
             Happening::Reset(gpu) => self.tries(&admin(), reset(gpu)),
             Happening::Clear if self.node.health.findings.is_empty() => self,

@@ -24,10 +24,11 @@ fn succeeds(story: Story, serial: &str, allocation_id: AllocationId, proof: Opti
 /// An allocation from its reservation to the proof of its clean-up.
 fn rented(story: Story, serial: &str, allocation_id: AllocationId) -> Story {
     let deadline_at = story.now + TimeDelta::seconds(600);
-    let story = story.after_fact(reserve(allocation_id, 2)).after_fact(Fact::Provision { allocation_id, deadline_at });
+    let story =
+        story.after_fact(reserve(allocation_id, 2)).after_fact(Instruction::Provision { allocation_id, deadline_at });
     let story = succeeds(story, serial, allocation_id, None).after(TimeDelta::hours(1));
     let deadline_at = story.now + TimeDelta::seconds(600);
-    let story = story.after_fact(Fact::Clean { allocation_id, attempt: 1, deadline_at });
+    let story = story.after_fact(Instruction::Clean { allocation_id, attempt: 1, deadline_at });
     succeeds(story, serial, allocation_id, Some(allocation_id))
 }
 

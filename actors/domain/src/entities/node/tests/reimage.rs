@@ -4,8 +4,8 @@ use super::provided_machine::{TOKEN, ordered_with, provided, provided_enrollment
 use super::*;
 use crate::validation::ValidationLevel;
 
-fn whole() -> Fact {
-    Fact::Reserve { allocation_id: TENANT, gpu_count: GPUS, keys: Vec::new(), revision: 0, reimages: true }
+fn whole() -> Instruction {
+    Instruction::Reserve { allocation_id: TENANT, gpu_count: GPUS, keys: Vec::new(), revision: 0, reimages: true }
 }
 
 fn reimage() -> Request {
@@ -21,7 +21,7 @@ impl Story {
     fn after_whole_tenant(self) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
         self.after_fact(whole())
-            .after_fact(Fact::Provision { allocation_id: TENANT, deadline_at })
+            .after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at })
             .reports(TaskOutcome::Succeeded { proof: None })
             .cleaning(1)
             .reports(PROVED)
@@ -49,10 +49,15 @@ const FIT: TaskOutcome = TaskOutcome::Succeeded { proof: None };
 
 #[test]
 fn only_whole_nodes_that_can_be_reimaged_are_reserved() {
-    let part =
-        |gpu_count| Fact::Reserve { allocation_id: TENANT, gpu_count, keys: Vec::new(), revision: 0, reimages: true };
-    let is_refused = |story: &Story, fact: Fact| {
-        matches!(story.refuses(&worker(), fact), Rejection::NotSchedulable { .. } | Rejection::NotEnoughGpus { .. })
+    let part = |gpu_count| Instruction::Reserve {
+        allocation_id: TENANT,
+        gpu_count,
+        keys: Vec::new(),
+        revision: 0,
+        reimages: true,
+    };
+    let is_refused = |story: &Story, reserve: Instruction| {
+        matches!(story.refuses(&worker(), reserve), Rejection::NotSchedulable { .. } | Rejection::NotEnoughGpus { .. })
     };
     let ready = provided().deployed();
     assert!(is_refused(&ready, part(GPUS - 1)));
@@ -78,7 +83,7 @@ fn tenant_is_gone_with_its_proof_and_no_gpu_is_free_before_the_new_system_is_val
 
 #[test]
 fn tenant_that_was_never_set_up_needs_no_reimage() {
-    let story = provided().deployed().after_fact(whole()).after_fact(Fact::Unreserve { allocation_id: TENANT });
+    let story = provided().deployed().after_fact(whole()).after_fact(Instruction::Unreserve { allocation_id: TENANT });
     assert_eq!(story.expect("active").node.gpus_free(), GPUS);
 }
 
@@ -247,7 +252,7 @@ fn retired_node_comes_back_only_with_a_new_system() {
 fn draining_node_is_retired_once_it_is_reimaged() {
     let deadline_at = start() + TimeDelta::seconds(600);
     let story = provided().deployed().after_fact(whole());
-    let story = story.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).reports(FIT);
+    let story = story.after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at }).reports(FIT);
     let held = story.admin(retire(true)).expect("draining").cleaning(1).reports(PROVED).expect("quarantined");
     held.reinstalled().agent(provided_enrollment("new")).agent(poll()).validated(FIT).expect("retired");
 }

@@ -21,8 +21,8 @@ fn long_keys(count: u128) -> Vec<AuthorizedKey> {
     (0..count).map(long).collect()
 }
 
-fn wish(revision: u64) -> Fact {
-    Fact::ReconcileLogins { allocation_id: TENANT, revision, keys: vec![key(revision.into())] }
+fn wish(revision: u64) -> Instruction {
+    Instruction::ReconcileLogins { allocation_id: TENANT, revision, keys: vec![key(revision.into())] }
 }
 
 fn order(story: &Story) -> SshKeysTask {
@@ -87,7 +87,7 @@ fn key_change_waits_during_set_up_and_joins_the_set_up_before_it() {
     assert_eq!(waits.pending_tasks(), ["provision"]);
     assert_eq!(waits.reports(DONE).publishes(&["node.tenant_ready"]).pending_tasks(), ["reconcile logins"]);
     let deadline_at = early.now + TimeDelta::seconds(600);
-    let set_up = early.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).reports(DONE);
+    let set_up = early.after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at }).reports(DONE);
     assert_eq!(set_up.publishes(&["node.tenant_ready", "node.logins_written"]).pending_tasks(), Vec::<&str>::new());
 }
 
@@ -135,12 +135,17 @@ fn key_tasks_of_two_tenants_are_independent() {
 
 #[test]
 fn keys_of_one_tenant_are_bounded_and_take_no_room_of_another() {
-    let with_keys =
-        |allocation_id| Fact::Reserve { allocation_id, gpu_count: 1, keys: long_keys(8), revision: 0, reimages: false };
+    let with_keys = |allocation_id| Instruction::Reserve {
+        allocation_id,
+        gpu_count: 1,
+        keys: long_keys(8),
+        revision: 0,
+        reimages: false,
+    };
     let two = node().active().after_fact(with_keys(TENANT)).after_fact(with_keys(OTHER));
     assert_eq!(two.node.tenancy.holds[&OTHER].keys, long_keys(8));
     // Of an allocation of the release before, the keys that fit remain.
-    let more = two.after_fact(Fact::ReconcileLogins { allocation_id: TENANT, revision: 1, keys: long_keys(32) });
+    let more = two.after_fact(Instruction::ReconcileLogins { allocation_id: TENANT, revision: 1, keys: long_keys(32) });
     assert_eq!(more.node.tenancy.holds[&TENANT].keys, long_keys(8));
     let size = serde_json::to_string(&more.node).unwrap().len();
     assert!(size < 80 * 1024, "{size}");
@@ -152,7 +157,7 @@ fn node_with_a_tenant_on_each_gpu_and_all_that_a_tenant_may_store_is_within_its_
     let origin = RequestOrigin::untraced("c".repeat(128)).traced(Some("0".repeat(55)), Some("t".repeat(512)));
     for n in 0..64 {
         let until = story.now + TimeDelta::seconds(60);
-        story = story.after_fact(Fact::OpenTerminal {
+        story = story.after_fact(Instruction::OpenTerminal {
             session_id: TerminalSessionId(Uuid::from_u128(n)),
             allocation_id: TENANT,
             ends_at: until,

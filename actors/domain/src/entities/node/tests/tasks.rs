@@ -176,7 +176,7 @@ fn unsupported_task_is_dispatched_after_an_upgrade_or_ends_without_one() {
 
 /// A session's first token was issued.
 fn open_terminal(story: Story) -> Story {
-    let open = Fact::OpenTerminal {
+    let open = Instruction::OpenTerminal {
         session_id: TerminalSessionId(Uuid::from_u128(9)),
         allocation_id: TENANT,
         ends_at: story.now + TimeDelta::hours(4),

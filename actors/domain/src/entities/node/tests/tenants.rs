@@ -33,7 +33,7 @@ fn node_without_device_isolation_takes_one_tenant_at_a_time() {
 fn failed_set_up_never_publishes_tenant_ready() {
     let failed = node().active().setup_failed().publishes(&["node.tenant_failed"]);
     let deadline_at = failed.now + TimeDelta::seconds(600);
-    failed.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
+    failed.after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
 }
 
 #[test]
@@ -46,11 +46,11 @@ fn tenant_on_a_machine_with_a_fault_is_not_admitted() {
     assert!(matches!(&broken.published[0], Event::TenantFailed { reason, .. } if reason == "health_critical"));
     // The answer may be lost, and the request repeated.
     let deadline_at = broken.now + TimeDelta::seconds(600);
-    broken.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
+    broken.after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
     // Ready, and then faulty before the allocation received either event.
     let ready = ordered.clone().reports(succeeded()).publishes(&["node.tenant_ready"]);
     let lost = ready.agent(heartbeat(NodeHealthStatus::Ok, inventory(0)));
-    lost.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
+    lost.after_fact(Instruction::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
     // A fault that was repaired in time does not count.
     let repaired = ordered.agent(heartbeat(NodeHealthStatus::Critical, inventory(GPUS))).after_heartbeat();
     repaired.reports(succeeded()).publishes(&["node.tenant_ready"]);
@@ -101,7 +101,8 @@ fn gpus_are_withheld_where_only_an_alert_prevents_placement() {
 fn a_node_with_an_unproven_clean_up_gets_every_task_but_provision() {
     let two = node().active().ready();
     let deadline_at = two.now + TimeDelta::seconds(600);
-    let two = two.after_fact(reserve(OTHER, 1)).after_fact(Fact::Provision { allocation_id: OTHER, deadline_at });
+    let two =
+        two.after_fact(reserve(OTHER, 1)).after_fact(Instruction::Provision { allocation_id: OTHER, deadline_at });
     assert_eq!(two.pending_tasks(), ["provision"]);
     let unproven = two.cleaning(1).reports(failed());
     assert_eq!(unproven.pending_tasks(), Vec::<&str>::new());
@@ -123,8 +124,8 @@ fn fenced_node_gets_no_tasks_and_may_do_everything_else() {
 #[test]
 fn facts_of_an_earlier_attempt_are_ignored() {
     let second = node().active().release_failed().cleaning(2);
-    second.clone().after_fact(Fact::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 }).unmoved();
-    second.clone().after_fact(Fact::Fence { allocation_id: TENANT, attempt: 1 }).unmoved();
+    second.clone().after_fact(Instruction::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 }).unmoved();
+    second.clone().after_fact(Instruction::Fence { allocation_id: TENANT, attempt: 1 }).unmoved();
     let stale = second.report(1, failed());
     assert_eq!(second.refuses(&agent(), stale), Rejection::StaleAttempt { given: 1, current: 2 });
     // A proof is valid from any attempt.
@@ -135,7 +136,7 @@ fn facts_of_an_earlier_attempt_are_ignored() {
 #[test]
 fn late_clean_up_request_does_not_reopen_the_node() {
     let ready = node().active().ready();
-    let failed = ready.after_fact(Fact::Fence { allocation_id: TENANT, attempt: 1 });
+    let failed = ready.after_fact(Instruction::Fence { allocation_id: TENANT, attempt: 1 });
     assert_eq!(held(&failed.node), "release_failed 1, fenced");
     // It is not restarted; the failure is published again, in case the allocation missed it.
     let late = failed.cleaning(1).publishes(&["node.tenant_remains"]);
@@ -146,7 +147,8 @@ fn late_clean_up_request_does_not_reopen_the_node() {
 
 #[test]
 fn a_release_by_force_quarantines_until_the_agent_proves_the_clean_up() {
-    let forced = node().active().fenced().after_fact(Fact::Abandon { allocation_id: TENANT }).expect("quarantined");
+    let forced =
+        node().active().fenced().after_fact(Instruction::Abandon { allocation_id: TENANT }).expect("quarantined");
     assert_eq!(forced.pending_tasks(), ["release"]);
     let release = Request::ReleaseQuarantine { reason: "r".into() };
     assert!(matches!(forced.refuses(&admin(), release.clone()), Rejection::NotInOrder { .. }));
@@ -158,7 +160,7 @@ fn a_release_by_force_quarantines_until_the_agent_proves_the_clean_up() {
 #[test]
 fn unwanted_tenant_is_cleaned_up_without_another_request() {
     for story in [node().active().provisioning(), node().active().ready(), node().active().release_failed()] {
-        let unwanted = story.after_fact(Fact::Unreserve { allocation_id: TENANT }).expect("active");
+        let unwanted = story.after_fact(Instruction::Unreserve { allocation_id: TENANT }).expect("active");
         assert_eq!(unwanted.node.gpus_free(), 0);
         assert_eq!(unwanted.pending_tasks(), ["release"]);
         assert_eq!(unwanted.reports(PROVED).node.gpus_free(), GPUS);
@@ -167,16 +169,17 @@ fn unwanted_tenant_is_cleaned_up_without_another_request() {
 
 #[test]
 fn an_unwanted_reservation_that_is_then_forced_still_quarantines() {
-    let unwanted = node().active().ready().after_fact(Fact::Unreserve { allocation_id: TENANT });
-    let forced = unwanted.after_fact(Fact::Abandon { allocation_id: TENANT }).expect("quarantined");
-    forced.after_fact(Fact::Abandon { allocation_id: TENANT }).unmoved();
+    let unwanted = node().active().ready().after_fact(Instruction::Unreserve { allocation_id: TENANT });
+    let forced = unwanted.after_fact(Instruction::Abandon { allocation_id: TENANT }).expect("quarantined");
+    forced.after_fact(Instruction::Abandon { allocation_id: TENANT }).unmoved();
 }
 
 #[test]
 fn tasks_are_dispatched_oldest_first() {
     let story = node().active().ready().after(TimeDelta::seconds(1)).cleaning(1).after(TimeDelta::seconds(1));
     let deadline_at = story.now + TimeDelta::seconds(600);
-    let story = story.after_fact(reserve(OTHER, 1)).after_fact(Fact::Provision { allocation_id: OTHER, deadline_at });
+    let story =
+        story.after_fact(reserve(OTHER, 1)).after_fact(Instruction::Provision { allocation_id: OTHER, deadline_at });
     assert_eq!(story.pending_tasks(), ["release", "provision"]);
 }
 

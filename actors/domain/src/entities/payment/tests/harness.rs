@@ -84,7 +84,7 @@ impl PaymentHarness {
     pub(super) fn deliver(&mut self, event: &Event) {
         match event.reaction() {
             Reaction::Payment(id, fact) => self.ask(&Principal::system("test"), id, fact).unwrap(),
-            Reaction::Billing { fact, .. } => self.tell_account(fact).unwrap(),
+            Reaction::Billing { instruction, .. } => self.tell_account(instruction).unwrap(),
             Reaction::CallProcessor(call) => self.calls.push(call),
             Reaction::Nothing => {}
             // Allocations are not simulated here.
@@ -202,7 +202,7 @@ impl PaymentHarness {
     /// Adds an allocation with this cost per hour.
     pub(super) fn rent(&mut self, n: u128, price: i64) {
         let allocation_id = AllocationId(Uuid::from_u128(n));
-        let hold = billing_account::Fact::Hold {
+        let hold = billing_account::Instruction::Hold {
             holder: Holder::User("ann".into()),
             allocation_id,
             user_id: "ann".into(),
@@ -212,6 +212,6 @@ impl PaymentHarness {
         };
         self.tell_account(hold).unwrap();
         let from = Some(self.now);
-        self.tell_account(billing_account::Fact::Usage { allocation_id, from, until: None }).unwrap();
+        self.tell_account(billing_account::Instruction::MeterUsage { allocation_id, from, until: None }).unwrap();
     }
 }

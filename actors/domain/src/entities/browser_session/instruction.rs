@@ -1,4 +1,4 @@
-//! What replicas report to a browser session: the requests of its browser, and the answers of the identity provider.
+//! What replicas have a browser session do: for the requests of its browser, and after the answers of the identity provider.
 
 use super::{
     BrowserSession, EndReason, REFRESH_LEASE, REFRESH_NOTICE, REFRESH_PAUSE, RefreshState, Rejection, Reply, limits,
@@ -6,50 +6,59 @@ use super::{
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
-/// What replicas report to a browser session.
+/// What replicas have a browser session do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Fact {
-    /// Its browser sent a request.
+pub enum Instruction {
+    /// Counts it as used: its browser sent a request.
     Touch,
-    /// Its browser logs out.
+    /// Ends it: its browser logs out.
     LogOut,
-    /// Its user logs in above the limit.
+    /// Ends it: its user logs in above the limit.
     Displace,
-    /// A replica needs another access token than the one that ends at this time.
+    /// Leases the refresh to a replica that needs another access token than the one that ends at this time.
     BeginRefresh { token_ends_at: Timestamp },
-    /// The provider issued tokens in the refresh of that number.
+    /// Stores the tokens that the provider issued in the refresh of that number.
     FinishRefresh { attempt: u32, tokens_enc: String, token_ends_at: Timestamp },
-    /// The provider did not answer.
+    /// Ends the lease: the provider did not answer.
     FailRefresh { attempt: u32 },
-    /// The provider refused the refresh.
+    /// Ends the session: the provider refused the refresh.
     RefuseRefresh { attempt: u32, error: String },
-    /// The provider logged out the user of tokens that were issued until `issued_at`, by the provider's clock.
-    ProviderLogout { token_sha256: String, issued_at: Timestamp },
+    /// Ends it: the provider logged out the user of tokens that were issued until `issued_at`, by the provider's clock. Its name between
+    /// members is that of earlier releases.
+    #[serde(rename = "provider_logout")]
+    #[strum(serialize = "provider_logout")]
+    EndByProvider { token_sha256: String, issued_at: Timestamp },
 }
 
 impl BrowserSession {
-    pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match fact {
-            Fact::Touch => Ok(self.active()?.touch(ctx)),
-            Fact::LogOut => Ok(self.end(EndReason::LoggedOut, ctx)),
-            Fact::Displace => Ok(self.end(EndReason::Displaced, ctx)),
-            Fact::BeginRefresh { token_ends_at } => Ok(self.active()?.begin_refresh(token_ends_at, ctx)),
-            Fact::FinishRefresh { attempt, tokens_enc, token_ends_at } => {
+    pub(super) fn follow(
+        &self,
+        instruction: Instruction,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match instruction {
+            Instruction::Touch => Ok(self.active()?.touch(ctx)),
+            Instruction::LogOut => Ok(self.end(EndReason::LoggedOut, ctx)),
+            Instruction::Displace => Ok(self.end(EndReason::Displaced, ctx)),
+            Instruction::BeginRefresh { token_ends_at } => Ok(self.active()?.begin_refresh(token_ends_at, ctx)),
+            Instruction::FinishRefresh { attempt, tokens_enc, token_ends_at } => {
                 Ok(self.active()?.finish_refresh(attempt, tokens_enc, token_ends_at, ctx))
             }
-            Fact::FailRefresh { attempt } if self.holds_lease(attempt) => {
+            Instruction::FailRefresh { attempt } if self.holds_lease(attempt) => {
                 let not_before = ctx.now + REFRESH_PAUSE;
                 let next = Self { refresh: RefreshState::Idle { not_before }, ..self.clone() };
                 Ok(Transition::to(next, Reply::Done, "the identity provider did not answer"))
             }
-            Fact::RefuseRefresh { attempt, error } if self.holds_lease(attempt) => {
+            Instruction::RefuseRefresh { attempt, error } if self.holds_lease(attempt) => {
                 Ok(self.end(EndReason::ProviderRefused { error }, ctx))
             }
             // Another refresh has begun since.
-            Fact::FailRefresh { .. } | Fact::RefuseRefresh { .. } => Ok(self.unchanged()),
-            Fact::ProviderLogout { token_sha256, issued_at } => Ok(self.provider_logout(token_sha256, issued_at, ctx)),
+            Instruction::FailRefresh { .. } | Instruction::RefuseRefresh { .. } => Ok(self.unchanged()),
+            Instruction::EndByProvider { token_sha256, issued_at } => {
+                Ok(self.provider_logout(token_sha256, issued_at, ctx))
+            }
         }
     }
 
