@@ -2,40 +2,41 @@
 
 pub mod accrual;
 pub mod audit_seal;
+pub mod auditor;
 pub mod bare_metal;
 mod close_terminals;
 mod committer_and_loader;
 mod due_entities;
 mod entity_changes;
-pub mod entity_deadlines;
 pub mod event_delivery;
 pub mod event_reactions;
 pub mod fleet_history;
 pub mod fleet_telemetry;
 pub mod idle_passivation;
-pub mod invariant_checks;
-pub mod key_rewrap;
-pub mod key_rotation;
+pub mod keys;
 pub mod listeners;
 mod lost_commits;
 mod membership;
+pub mod metrics;
 pub mod notification_delivery;
 pub mod notification_queue;
 pub mod notification_relay;
+mod orphans;
 pub mod outbox_poll;
 pub mod outbox_relay;
 pub mod payments;
 pub mod placement_index;
-pub mod policy_refresh;
+pub mod policy;
 pub mod polling_loop;
 pub mod provisioning;
-pub mod recording_retention;
+pub mod recordings;
 mod recovery_mark;
 pub mod retention;
+pub mod rewrap;
 mod rollout_nodes;
-pub mod slow_gauges;
 mod ssh_access;
-pub mod table_maintenance;
+pub mod sweep;
+pub mod timers;
 mod trace_export;
 mod worker_dependencies;
 
@@ -121,11 +122,11 @@ tree! {
         "charges billing accounts whose window has ended";
     "entities" in "root", ENTITIES, BOUNDED, MustNotPark, Entities, Hidden, Group =>
         "the shards that this member owns";
-    "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(entity_deadlines::start) =>
+    "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(timers::start) =>
         "sends ticks to entities at their deadlines";
-    "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(event_reactions::start_poll) =>
+    "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(orphans::start) =>
         "processes events whose reaction is overdue";
-    "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(invariant_checks::start) =>
+    "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(auditor::start) =>
         "checks the invariants";
     "entity-changes" in "entities", ENTITIES, ALWAYS, NotNeeded, WithParent, Hidden, Task(entity_changes::start) =>
         "publishes which entities changed, for operators";
@@ -133,17 +134,17 @@ tree! {
         "publishes the free GPUs of nodes that changed";
     "idle-passivation" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(idle_passivation::start) =>
         "passivates idle entities";
-    "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(table_maintenance::start) =>
+    "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(sweep::start) =>
         "deletes old command ids, creates partitions in advance";
-    "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recording_retention::start) =>
+    "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recordings::start) =>
         "deletes recordings of terminals that are too old";
     "retention" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(retention::start) =>
         "removes months of the history and of the audit log, and ended entities, that are older than policies keep them";
     "fleet-history" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(fleet_history::start) =>
         "counts the GPUs of each hour, and adds up its rentals and its revenue";
-    "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(key_rewrap::start) =>
+    "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(rewrap::start) =>
         "rewraps values that a retiring key of the key ring sealed";
-    "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rewrap::start_listener) =>
+    "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(rewrap::start_listener) =>
         "receives the activation of keys of the key ring";
     "audit-seal" in "entities", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(audit_seal::start) =>
         "seals audit rows into their shard's chain";
@@ -163,15 +164,15 @@ tree! {
         "loads entities, one query at a time";
     "lost-commits" in "store", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(lost_commits::start) =>
         "parks entities whose commits a failover of the database lost";
-    "policy" in "root", EVERY, ALWAYS, MustNotPark, Policy, Hidden, Task(policy_refresh::start) =>
+    "policy" in "root", EVERY, ALWAYS, MustNotPark, Policy, Hidden, Task(policy::start) =>
         "reads the policy values";
-    "policy-invalidation" in "policy", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(policy_refresh::start_listener) =>
+    "policy-invalidation" in "policy", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(policy::start_listener) =>
         "receives changes of policy values";
-    "keys" in "root", EVERY, ALWAYS, MustNotPark, Keys, Hidden, Task(key_rotation::start) =>
+    "keys" in "root", EVERY, ALWAYS, MustNotPark, Keys, Hidden, Task(keys::start) =>
         "follows the rotation of keys";
-    "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rotation::start_listener) =>
+    "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(keys::start_listener) =>
         "receives rotations of keys";
-    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(slow_gauges::start) =>
+    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(metrics::start) =>
         "periodically reads the metrics that need queries";
     "trace-export" in "root", EVERY, BOUNDED, MustNotPark, TraceExport, Hidden, Optional(trace_export::start) =>
         "sends spans to the collector, if one is configured";

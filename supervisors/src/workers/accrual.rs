@@ -1,13 +1,13 @@
 //! Accrual: charges the billing accounts whose window or grace period has ended. The owner of a shard with this role, and for the shards
-//! of owners without it another member that has it, reads the deadline index, as [`super::entity_deadlines`] does; but accounts are due by the
+//! of owners without it another member that has it, reads the deadline index, as [`super::timers`] does; but accounts are due by the
 //! thousand, so they are read in bulk, loaded in groups (`persistence::loader`) and ticked many at a time, each through its own mailbox.
 //! Their commits fill whole statements of the committer, behind the commits that callers wait for (`CommandContext::patient`). An account
 //! that was not active before is passivated after its charge.
 
 use super::WorkerDependencies;
 use super::due_entities::DueEntities;
-use super::entity_deadlines::made_progress;
 use super::polling_loop::{self, PollLoopConfig};
+use super::timers::made_progress;
 use crate::cluster::ClusterView;
 use crate::process_roles::ProcessRole;
 use crate::startup::Stages;

@@ -91,3 +91,23 @@ fn process_with_a_stopped_lane_is_not_ready() {
         assert_eq!(check, format!("{lane} is backing_off"));
     }
 }
+
+#[test]
+fn worker_is_in_the_file_of_its_name_or_the_book_says_in_which() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/workers");
+    let page = include_str!("../../../deploy/docs/src/internals/cluster.md");
+    let (_, section) = page.split_once("### Which file a row of the tree is in").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let mut others = std::collections::BTreeMap::new();
+    for line in section.lines().filter(|line| line.starts_with("| `")) {
+        let mut cells = line.split(" | ").map(|cell| cell.split('`').skip(1).step_by(2).collect::<Vec<_>>());
+        let (rows, files) = (cells.next().unwrap(), cells.next().unwrap());
+        assert!(folder.join(files[0]).is_file(), "there is no {}", files[0]);
+        others.extend(rows.into_iter().map(|row| (row, files[0])));
+    }
+    for row in TREE.iter().filter(|row| !matches!(row.start, Group)) {
+        let own = folder.join(format!("{}.rs", row.spec.name.replace('-', "_"))).is_file();
+        assert_ne!(own, others.remove(row.spec.name).is_some(), "{} has one file", row.spec.name);
+    }
+    assert!(others.is_empty(), "these are no rows of the tree: {others:?}");
+}
