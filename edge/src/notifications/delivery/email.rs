@@ -310,9 +310,9 @@ fn refused(what: &str, error: &smtp::Error) -> SendFailure {
     use std::error::Error as _;
     let why = refusal(what, error);
     let answer = error.source().map(ToString::to_string).unwrap_or_default();
-    match error.status().filter(|_| error.is_permanent()).map(|code| blame(code, &answer)) {
-        Some(Blame::Mail) => SendFailure::permanent(&why),
-        Some(Blame::Service) => {
+    match error.status().filter(|_| error.is_permanent()).map(|code| refusal_subject(code, &answer)) {
+        Some(RefusalSubject::Mail) => SendFailure::permanent(&why),
+        Some(RefusalSubject::Service) => {
             log_refusal(what, error);
             SendFailure::temporary(&why)
         }
@@ -345,7 +345,7 @@ fn log_refusal(what: &str, error: &smtp::Error) {
 
 /// What a permanent refusal is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Blame {
+enum RefusalSubject {
     /// This recipient or this message: a retry is refused, too.
     Mail,
     /// The service's sender, login or limits, or the server itself: operators can correct that, and no mail is lost meanwhile.
@@ -376,23 +376,23 @@ const ABOUT_SENDER: [&str; 15] = [
 /// 5.2 about the mailbox, 5.6 about the content; 5.3, 5.4 and 5.7 are about systems, routes, limits and permissions. Of these, 5.3.4 is a
 /// message that is too large, 5.4.1 is Exchange Online's code of a mailbox that does not exist, and 5.7.1 is that of closed lists and of
 /// unsolicited mail as well as of a refused sender, which the text names.
-fn blame(code: smtp::response::Code, answer: &str) -> Blame {
+fn refusal_subject(code: smtp::response::Code, answer: &str) -> RefusalSubject {
     let is_of_request = match code.category {
         Category::MailSystem => true,
         Category::Syntax => code.detail == Detail::One,
         Category::Information | Category::Connections | Category::Unspecified3 | Category::Unspecified4 => false,
     };
     if !is_of_request {
-        return Blame::Service;
+        return RefusalSubject::Service;
     }
     match enhanced_code(answer) {
         // 5.1.7 and 5.1.8 are about the sender's address; 5.2.252 is Exchange Online's code of a sender that the login may not send as.
-        Some((1, 7 | 8) | (2, 252) | (3, 0..=3 | 5..) | (4 | 7, 0 | 2..)) => Blame::Service,
-        Some((1 | 2 | 6, _) | (3, 4)) => Blame::Mail,
+        Some((1, 7 | 8) | (2, 252) | (3, 0..=3 | 5..) | (4 | 7, 0 | 2..)) => RefusalSubject::Service,
+        Some((1 | 2 | 6, _) | (3, 4)) => RefusalSubject::Mail,
         Some(_) | None => {
             let answer = answer.to_ascii_lowercase();
             let is_about_sender = ABOUT_SENDER.iter().any(|words| answer.contains(words));
-            if is_about_sender { Blame::Service } else { Blame::Mail }
+            if is_about_sender { RefusalSubject::Service } else { RefusalSubject::Mail }
         }
     }
 }
