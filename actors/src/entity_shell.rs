@@ -138,7 +138,7 @@ struct RefusalRecord<M> {
 /// A decision without a commit of the command: so a lookup finds whether it was executed before.
 #[derive(Debug)]
 enum Uncommitted<M: Machine> {
-    Rejected { rejection: M::Rejection, kept: Option<RefusalRecord<M>> },
+    Rejected { rejection: M::Rejection, refusal: Option<RefusalRecord<M>> },
     Unchanged { reply: M::Reply, effects: Vec<Effect> },
 }
 
@@ -324,10 +324,10 @@ impl<M: Machine> Shell<M> {
                 out.push(Output::Reply(ask.token, self.answer(reply, ReplySource::Unchanged)));
                 out.extend(effects.into_iter().map(Output::Perform));
             }
-            Uncommitted::Rejected { rejection, kept: None } => {
+            Uncommitted::Rejected { rejection, refusal: None } => {
                 out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection))));
             }
-            Uncommitted::Rejected { rejection, kept: Some(RefusalRecord { commit, next }) } => {
+            Uncommitted::Rejected { rejection, refusal: Some(RefusalRecord { commit, next }) } => {
                 out.push(Output::Commit(commit));
                 self.phase = Phase::Committing { ask, next, then: AfterCommit::Refuse(rejection), reloads };
             }
@@ -360,8 +360,8 @@ impl<M: Machine> Shell<M> {
             Ok(step) => step,
             Err(rejection) => {
                 let refused = self.state.as_ref().and_then(|state| state.audit_refusal(&ask.command, &rejection, &ctx));
-                let kept = refused.map(|refused| self.refusal_record(ask, refused, &rejection, &ctx)).transpose()?;
-                return Ok(Decision::Uncommitted(Uncommitted::Rejected { rejection, kept }));
+                let refusal = refused.map(|refused| self.refusal_record(ask, refused, &rejection, &ctx)).transpose()?;
+                return Ok(Decision::Uncommitted(Uncommitted::Rejected { rejection, refusal }));
             }
         };
         let Some(next) = step.next.take() else {
@@ -530,7 +530,7 @@ impl<M: Machine> Shell<M> {
         match serde_json::from_str(&reply) {
             Ok(reply) => self.answer(reply, ReplySource::Replayed),
             // It was executed, and its reply cannot be read.
-            Err(error) => Err(AskError::Unknown { reason: format!("the kept reply cannot be read: {error}") }),
+            Err(error) => Err(AskError::Unknown { reason: format!("the stored reply cannot be read: {error}") }),
         }
     }
 

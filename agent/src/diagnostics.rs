@@ -27,8 +27,8 @@ pub fn collect(gpus: &Gpus, executor: &dyn Executor) -> TaskOutput {
         ("executor", json!(executor.kind())),
         ("fitness", fitness),
         ("gpus", of_gpus(gpus)),
-        ("load", json!(first_words("/proc/loadavg", 3))),
-        ("uptime_seconds", json!(first_words("/proc/uptime", 1))),
+        ("load", json!(first_fields("/proc/loadavg", 3))),
+        ("uptime_seconds", json!(first_fields("/proc/uptime", 1))),
         ("memory_pressure", json!(first_line("/proc/pressure/memory"))),
         ("processes", json!(processes())),
         ("kernel_gpu_errors", json!(kernel_gpu_errors())),
@@ -62,8 +62,8 @@ fn first_line(path: &str) -> Option<String> {
     fs::read_to_string(path).ok()?.lines().next().map(str::to_owned)
 }
 
-fn first_words(path: &str, words: usize) -> Option<String> {
-    Some(first_line(path)?.split_whitespace().take(words).collect::<Vec<_>>().join(" "))
+fn first_fields(path: &str, count: usize) -> Option<String> {
+    Some(first_line(path)?.split_whitespace().take(count).collect::<Vec<_>>().join(" "))
 }
 
 fn processes() -> Option<usize> {

@@ -57,7 +57,7 @@ impl AgentIdentity {
 
     /// Whether it was not valid when it arrived: another one would not be either.
     #[must_use]
-    pub fn came_invalid(&self) -> bool {
+    pub fn arrived_invalid(&self) -> bool {
         self.taken_at.is_some_and(|at| self.is_expired(at) || self.not_before - at > ISSUE_TOLERANCE)
     }
 

@@ -72,7 +72,7 @@ pub enum ReportOutcome {
 
 impl JournalEntry {
     /// Whether the agent has to wait until the line is durable.
-    fn is_durable(&self) -> bool {
+    fn needs_sync(&self) -> bool {
         match self {
             Self::Started { .. } | Self::Done { .. } => true,
             // Losing `accepted` means that the control plane redispatches, losing `reported` that the result is resent; both are
@@ -328,7 +328,7 @@ impl WriterFile {
         for (line, _) in batch {
             encode(line, &mut bytes)?;
         }
-        let durable = batch.iter().any(|(line, _)| line.is_durable());
+        let durable = batch.iter().any(|(line, _)| line.needs_sync());
         let wrote = self.file.write_all(&bytes).and_then(|()| if durable { self.file.sync_data() } else { Ok(()) });
         match wrote {
             Ok(()) => {

@@ -40,7 +40,7 @@ pub struct Peer {
     /// Of the client; without its port where it came through a proxy.
     pub address: SocketAddr,
     /// The address is that of a load balancer or proxy which does not name its client: many clients share it.
-    stands_for_many: bool,
+    is_shared: bool,
     shown: CertificateSource,
     /// Whether the session was resumed from a ticket, in which case the certificate comes out of the ticket.
     pub resumed: bool,
@@ -63,7 +63,7 @@ impl Peer {
         shown: Option<Result<NodeCertificate, NodeCertificateError>>,
         resumed: bool,
     ) -> Self {
-        Self { address, stands_for_many: false, shown: CertificateSource::InTls(shown.map(Arc::new)), resumed }
+        Self { address, is_shared: false, shown: CertificateSource::InTls(shown.map(Arc::new)), resumed }
     }
 
     /// The peer of a connection to a listener behind `ingress`.
@@ -73,19 +73,19 @@ impl Peer {
         resumed: bool,
         ingress: &Ingress,
     ) -> Self {
-        Self { stands_for_many: ingress.is_balancer(address.ip()), ..Self::new(address, shown, resumed) }
+        Self { is_shared: ingress.is_balancer(address.ip()), ..Self::new(address, shown, resumed) }
     }
 
     /// The client that an HTTP proxy in front of this connection names, or all its clients where it names none. The proxy's connections
     /// carry many clients: its port identifies none.
     pub(crate) fn forwarded_for(&self, client: Option<IpAddr>) -> Self {
         let address = client.map_or(self.address, |client| SocketAddr::new(client, 0));
-        Self { address, stands_for_many: client.is_none(), ..self.clone() }
+        Self { address, is_shared: client.is_none(), ..self.clone() }
     }
 
     /// The network that the per-address bounds count this peer against; `None` where many clients share the address.
     pub(crate) fn network(&self) -> Option<IpAddr> {
-        (!self.stands_for_many).then(|| network_of(self.address.ip()))
+        (!self.is_shared).then(|| network_of(self.address.ip()))
     }
 
     /// The peer with the certificate that a proxy forwards for it.

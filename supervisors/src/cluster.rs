@@ -85,7 +85,7 @@ pub struct ClusterState {
     pub living: Vec<MemberHeartbeat>,
     pub shards: Vec<Ownership>,
     /// When the last message of each member arrived over NATS.
-    pub heard_at: BTreeMap<MemberId, Instant>,
+    pub last_message_at: BTreeMap<MemberId, Instant>,
     /// The last heartbeat in Postgres of every member that has a row there.
     pub heartbeats: BTreeMap<MemberId, ObservedHeartbeat>,
     /// The time of this member's own last heartbeat in Postgres, taken before it was sent.
@@ -137,7 +137,9 @@ impl ClusterState {
     /// Whether a message of the member has arrived recently over NATS.
     #[must_use]
     pub fn has_recent_message_from(&self, member: MemberId, now: Instant) -> bool {
-        self.heard_at.get(&member).is_some_and(|at| now.duration_since(*at) < failure_detector::HEARTBEAT_TIMEOUT)
+        self.last_message_at
+            .get(&member)
+            .is_some_and(|at| now.duration_since(*at) < failure_detector::HEARTBEAT_TIMEOUT)
     }
 
     /// Whether the shards of a member without a heartbeat in Postgres may be taken over at `now`. While this member could not reach
@@ -159,7 +161,7 @@ impl ClusterView {
     pub fn update(&self, members: Vec<MemberHeartbeat>, shards: &[Ownership], now: Instant) -> Vec<MemberHeartbeat> {
         self.change_state(|state| {
             state.record_read(now);
-            state.heard_at.retain(|_, at| now.duration_since(*at) < failure_detector::HEARTBEAT_TIMEOUT * 5);
+            state.last_message_at.retain(|_, at| now.duration_since(*at) < failure_detector::HEARTBEAT_TIMEOUT * 5);
             state.living = state.record_heartbeats(members, now);
             state.shards = shards.to_vec();
         });
@@ -293,11 +295,11 @@ mod tests {
         // Ten seconds without Postgres: all heartbeats there are old, and no member is dead.
         state.record_read(at(11));
         assert!(state.may_take_over_from(other, at(11)), "no message of it has arrived");
-        state.heard_at.insert(other, at(11));
+        state.last_message_at.insert(other, at(11));
         assert!(!state.may_take_over_from(other, at(11)));
         for second in 12..=14 {
             state.record_read(at(second));
-            state.heard_at.insert(other, at(second));
+            state.last_message_at.insert(other, at(second));
         }
         assert!(
             state.may_take_over_from(other, at(14)),
@@ -354,7 +356,7 @@ mod tests {
     #[test]
     fn old_message_of_a_member_does_not_count_as_recent() {
         let (other, begin) = (MemberId(Uuid::from_u128(2)), Instant::now());
-        let state = ClusterState { heard_at: BTreeMap::from([(other, begin)]), ..ClusterState::default() };
+        let state = ClusterState { last_message_at: BTreeMap::from([(other, begin)]), ..ClusterState::default() };
         assert!(state.has_recent_message_from(other, begin + failure_detector::HEARTBEAT_TIMEOUT / 2));
         assert!(!state.has_recent_message_from(other, begin + failure_detector::HEARTBEAT_TIMEOUT));
     }

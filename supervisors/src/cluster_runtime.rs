@@ -272,14 +272,14 @@ impl OperatorView {
         let incarnation = self.cluster.incarnation().await?;
         let shards = self.cluster.shards().await?;
         // By this member's own view: a step of the database's clock makes no dead member live.
-        let ClusterState { living, heard_at, .. } = self.view.state();
+        let ClusterState { living, last_message_at, .. } = self.view.state();
         let member = |at: &persistence::membership::MemberHeartbeat| MemberReport {
             id: at.member.id.0,
             name: at.member.name.clone(),
             started_at: at.member.started_at,
             roles: strict_json::from_value(at.member.details["roles"].clone()).unwrap_or_default(),
             silent_for_ms: millis(at.silent_for),
-            unheard_for_ms: heard_at.get(&at.member.id).map(|heard_at| millis(heard_at.elapsed())),
+            unheard_for_ms: last_message_at.get(&at.member.id).map(|last_message_at| millis(last_message_at.elapsed())),
             clock_offset_ms: at.member.details["clock_offset_ms"].as_i64(),
             shards: shards.iter().filter(|o| o.owner == Some(at.member.id)).map(|o| o.shard.0).collect(),
         };

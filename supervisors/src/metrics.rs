@@ -205,7 +205,7 @@ impl ProcessMetrics {
         self.entity_totals.set_node_authority_end(keys);
         self.key_age.reset();
         for (purpose, key) in keys.all() {
-            let phase = key.standing.phase();
+            let phase = key.state.phase();
             if phase != Phase::Retired {
                 let age = (now - key.entered_at).as_seconds_f64();
                 self.key_age.with_label_values(&[purpose.name(), phase.name(), &key.id]).set(age);

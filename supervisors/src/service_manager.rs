@@ -121,7 +121,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     /// Runs `keep_alive` in the background. The result counts the notifications that begin with a prefix.
-    fn kept_alive(watchdog: Option<Duration>, has_started: &Arc<AtomicBool>) -> impl Fn(&str) -> usize + use<> {
+    fn notifications_of(watchdog: Option<Duration>, has_started: &Arc<AtomicBool>) -> impl Fn(&str) -> usize + use<> {
         let sent = Arc::<Mutex<Vec<String>>>::default();
         let (log, has_started) = (Arc::clone(&sent), Arc::clone(has_started));
         let record = move |states: &[NotifyState<'static>]| {
@@ -133,14 +133,14 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn watchdog_is_fed_within_each_third_of_its_period() {
-        let count = kept_alive(Some(Duration::from_secs(6)), &Arc::new(true.into()));
+        let count = notifications_of(Some(Duration::from_secs(6)), &Arc::new(true.into()));
         sleep(Duration::from_secs(61)).await;
         assert_eq!((count("WATCHDOG=1"), count("EXTEND_TIMEOUT")), (31, 0));
     }
 
     #[tokio::test]
     async fn blocked_runtime_does_not_feed_the_watchdog() {
-        let count = kept_alive(Some(Duration::from_millis(60)), &Arc::new(true.into()));
+        let count = notifications_of(Some(Duration::from_millis(60)), &Arc::new(true.into()));
         sleep(Duration::from_millis(100)).await;
         let before = count("WATCHDOG=1");
         assert!(before > 0);
@@ -153,7 +153,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn start_may_take_longer_while_the_runtime_makes_progress() {
         let has_started = Arc::new(AtomicBool::new(false));
-        let count = kept_alive(None, &has_started);
+        let count = notifications_of(None, &has_started);
         sleep(Duration::from_secs(601)).await;
         assert_eq!(count("EXTEND_TIMEOUT_USEC=60000000"), 61);
         has_started.store(true, Ordering::Relaxed);

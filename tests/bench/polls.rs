@@ -33,7 +33,7 @@ const LOOKS: usize = 5;
 /// The pause before the memory of a process is measured.
 const SETTLES_IN: Duration = Duration::from_secs(3);
 /// The number of tasks that are dispatched, one after the other.
-const HANDED: usize = 200;
+const DISPATCHED: usize = 200;
 const AT_MOST_KB: f64 = 24.0;
 const AT_MOST_RATIO: f64 = 1.1;
 const AIM_RATIO: f64 = 0.8;
@@ -75,7 +75,7 @@ async fn measure(cluster: &mut TestCluster, polls: usize) -> anyhow::Result<Benc
         let look = async |count: usize| parked_at(cluster, count).await;
         ours.push(slope(&grow(&mut parked, &fleet, pid, look).await?));
         if speaks == HttpVersion::Http2 {
-            latencies = Some(hand_out(cluster, &fleet, &mut parked).await?);
+            latencies = Some(dispatch_tasks(cluster, &fleet, &mut parked).await?);
         }
         drop(parked);
         // In a new process, since freed memory is reused and would not be measured.
@@ -126,14 +126,14 @@ async fn parked_at(cluster: &TestCluster, count: usize) -> anyhow::Result<()> {
 }
 
 /// The latencies from a tenant's request, and from its response, to the task at the agent, in microseconds.
-async fn hand_out(
+async fn dispatch_tasks(
     cluster: &TestCluster,
     fleet: &Fleet,
     parked: &mut ParkedPolls,
 ) -> anyhow::Result<(Histogram<u64>, Histogram<u64>)> {
     let (mut from_request, mut from_answer) = (Histogram::<u64>::new(3)?, Histogram::<u64>::new(3)?);
-    for turn in 0..HANDED.min(fleet.len()) {
-        let number = turn * fleet.len() / HANDED.min(fleet.len());
+    for turn in 0..DISPATCHED.min(fleet.len()) {
+        let number = turn * fleet.len() / DISPATCHED.min(fleet.len());
         let node = fleet.node(number);
         let wanted = json!({"sku": fleet::SKU, "region_code": REGION, "gpu_count": 1, "node_id": node});
         let asked = Instant::now();

@@ -71,7 +71,7 @@ fn parts_of_the_node_know_neither_it_nor_each_other() {
     for (file, text) in &files {
         let unit = module(file)[0].clone();
         let code = production_code(text);
-        let is_known = |name: &str| words(&code).any(|word| word == name);
+        let is_known = |name: &str| identifiers(&code).any(|word| word == name);
         let Some((_, own)) = PARTS.iter().find(|(part, _)| *part == unit) else { continue };
         assert!(!is_known("Node"), "{file} names the node");
         for (part, name) in PARTS.iter().filter(|(_, name)| name != own) {
@@ -232,7 +232,7 @@ fn is_of_node(path: &[String]) -> bool {
     path.first().is_some_and(|first| first == "node") || path.starts_with(&["entities", "node"].map(str::to_owned))
 }
 
-fn words(code: &str) -> impl DoubleEndedIterator<Item = &str> {
+fn identifiers(code: &str) -> impl DoubleEndedIterator<Item = &str> {
     code.split(|next: char| !next.is_alphanumeric() && next != '_')
 }
 
@@ -249,7 +249,7 @@ fn file_arrows(entity: &str, files: &BTreeMap<String, String>, entity_file: &str
     for (file, code) in &code {
         // An associated function is indented; those of the standard library's collections are called like some of ours.
         for line in code.lines().filter(|line| line.starts_with(' ')) {
-            let name = line.split_once("fn ").map(|(_, rest)| words(rest).next().unwrap_or_default());
+            let name = line.split_once("fn ").map(|(_, rest)| identifiers(rest).next().unwrap_or_default());
             if let Some(name) = name.filter(|name| !OF_COLLECTIONS.contains(name)) {
                 defined.entry(name).or_default().insert(unit_of(file));
             }
@@ -288,7 +288,7 @@ fn file_arrows(entity: &str, files: &BTreeMap<String, String>, entity_file: &str
             else {
                 continue;
             };
-            let field = words(&code[..at]).next_back().unwrap_or_default().to_owned();
+            let field = identifiers(&code[..at]).next_back().unwrap_or_default().to_owned();
             match (definers.first(), definers.len()) {
                 (Some(only), 1) => draw(only, name),
                 _ if definers.contains(&field) => draw(&field, name),

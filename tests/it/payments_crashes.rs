@@ -136,7 +136,7 @@ async fn crash_at_any_commit_of_a_refund_debits_and_pays_it_once() {
         assert_eq!(
             refunded_amount(&cluster, &started).await,
             REFUND,
-            "once, of a processor that heeds no key: {fate:?}"
+            "once, of a processor that ignores keys: {fate:?}"
         );
         assert_eq!(balance - cluster.balance_micro().await, REFUND * 1_000_000, "{fate:?}");
     }

@@ -171,7 +171,7 @@ async fn refund_requested_before_kill_9_and_while_the_processor_is_unreachable_i
     cluster.shutdown().await;
 }
 
-/// The processor heeds no idempotency key and caps nothing: a repeated refund would be paid twice.
+/// The processor ignores idempotency keys and caps nothing: a repeated refund would be paid twice.
 async fn expect_paid_back_once(cluster: &TestCluster, begun: &StartedPayment, minor: i64) {
     let paid_back: Vec<_> = refunds_of(cluster, begun).await.iter().map(|it| it["amount"].as_i64().unwrap()).collect();
     assert_eq!(paid_back, [minor]);

@@ -218,7 +218,7 @@ fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built(
 }
 
 /// The words of a name, in lower case: `ReadPool` and `read_pool` have the same two.
-fn words_of(name: &str) -> BTreeSet<String> {
+fn parts_of(name: &str) -> BTreeSet<String> {
     let mut words = vec![String::new()];
     for letter in name.chars() {
         if letter == '_' || letter == '-' || letter.is_uppercase() {
@@ -257,6 +257,48 @@ fn name_at_start(text: &str) -> String {
     text.chars().take_while(|letter| letter.is_alphanumeric() || *letter == '_').collect()
 }
 
+/// The names of the functions, fields and variants that a Rust source declares.
+fn declared_members(text: &str) -> Vec<String> {
+    let (mut names, mut depth) = (Vec::new(), 0_usize);
+    let is_qualifier = |sign: char| sign.is_ascii_lowercase() || matches!(sign, ' ' | '(' | ')' | ':');
+    for line in text.lines().map(str::trim).filter(|line| !line.starts_with("//") && !line.starts_with('#')) {
+        let code = line.split(" //").next().unwrap_or_default();
+        let function = code.split_once("fn ").filter(|(before, _)| before.chars().all(is_qualifier));
+        names.extend(function.map(|(_, function)| name_at_start(function)));
+        if depth == 0 {
+            let bounded = code.split_once(") ").filter(|(bounds, _)| bounds.starts_with("pub("));
+            let item = bounded.map_or_else(|| code.trim_start_matches("pub "), |(_, item)| item);
+            let begins = ["struct ", "enum ", "union "].iter().any(|keyword| item.starts_with(keyword));
+            depth = usize::from(begins && code.ends_with('{'));
+            continue;
+        }
+        if code.starts_with(|first: char| first.is_ascii_uppercase()) {
+            names.push(name_at_start(code));
+        }
+        // A colon and a space follow the name of a field; in a path there is no space.
+        for (at, _) in code.match_indices(": ") {
+            let name = code[..at].rsplit(|sign: char| !sign.is_alphanumeric() && sign != '_').next();
+            names.extend(name.map(str::to_owned));
+        }
+        depth = (depth + code.matches('{').count()).saturating_sub(code.matches('}').count());
+    }
+    names.retain(|name| !name.is_empty());
+    names
+}
+
+#[test]
+fn declared_functions_fields_and_variants_are_found() {
+    let text = "pub(crate) struct It {\n    /// A note: none.\n    pub(super) first: a::B,\n    second: C<D>,\n}\n\
+                enum Of {\n    One,\n    Two { left: E, right: F },\n    Three(G),\n}\n\
+                impl It {\n    pub(super) async fn run(&self) {\n        let it = Of::Two { up: 1 };\n    }\n}\n\
+                const fn stop() {}\n";
+    let expected = ["first", "second", "One", "Two", "left", "right", "Three", "run", "stop"];
+    assert_eq!(declared_members(text), expected);
+}
+
+/// Names in which such a word is a term of the field: the words of a GPU's memory.
+const TERMS_OF_THE_FIELD: [&str; 2] = ["wrong_words", "wrong_words_on_the_gpu"];
+
 #[test]
 fn names_contain_no_word_that_the_glossary_excludes() {
     let glossary = std::fs::read_to_string(root().join("deploy/docs/src/glossary.md")).expect("the glossary is there");
@@ -265,11 +307,12 @@ fn names_contain_no_word_that_the_glossary_excludes() {
     assert!(excluded.len() > 20, "{excluded:?}");
     let mut found = Vec::new();
     for (path, text) in sources().into_iter().filter(|(path, _)| path.extension().is_some_and(|it| it == "rs")) {
-        let declared = declared_names(&text).into_iter().map(|(name, _)| name);
+        let declared = declared_names(&text).into_iter().map(|(name, _)| name).chain(declared_members(&text));
+        let declared = declared.filter(|name| !TERMS_OF_THE_FIELD.contains(&name.as_str()));
         let names = path.iter().map(|part| part.to_string_lossy().replace(".rs", "")).chain(declared);
         found.extend(
             names
-                .filter(|name| !words_of(name).is_disjoint(&excluded))
+                .filter(|name| !parts_of(name).is_disjoint(&excluded))
                 .map(|name| format!("{}: {name}", path.display())),
         );
     }

@@ -83,7 +83,7 @@ impl Applicant<'_> {
             Err(refused) => return Err(Fatal::EnrollmentRefused(refused)),
         };
         let identity = self.identities.commit(&pending, &answer, self.clock.now())?;
-        if identity.came_invalid() {
+        if identity.arrived_invalid() {
             warn!(
                 error_code = "certificate_invalid",
                 certificate_not_before = %identity.not_before,

@@ -191,7 +191,7 @@ impl Agent {
 
     fn may_recover(&self, identity: &AgentIdentity) -> bool {
         let age = self.session.read().unwrap_or_else(PoisonError::into_inner).since.elapsed();
-        !identity.came_invalid() || age >= RECOVERY_INTERVAL
+        !identity.arrived_invalid() || age >= RECOVERY_INTERVAL
     }
 
     fn handle_recovery(&self, recovered: Result<(), Fatal>) -> bool {

@@ -53,7 +53,7 @@ impl SandboxLeftovers {
 
     /// Removes what can be removed; [`SandboxLeftovers::check_removed`] shows what is left.
     pub fn remove(&self) {
-        for place in self.places() {
+        for place in self.folders() {
             for path in self.entries(&place).unwrap_or_default() {
                 let _ = remove_tree(&path);
             }
@@ -73,12 +73,12 @@ impl SandboxLeftovers {
     /// Checks for every kind of leftover.
     #[must_use]
     pub fn check_removed(&self) -> Vec<CleanupFinding> {
-        let mut findings: Vec<CleanupFinding> = self.places().iter().map(|place| self.check_folder(place)).collect();
+        let mut findings: Vec<CleanupFinding> = self.folders().iter().map(|place| self.check_folder(place)).collect();
         findings.push(self.check_sysv());
         findings
     }
 
-    fn places(&self) -> [SharedFolder; 5] {
+    fn folders(&self) -> [SharedFolder; 5] {
         let place =
             |what, folder, before: &str| SharedFolder { what, folder, name_begins: format!("{before}{}", self.prefix) };
         [

@@ -93,7 +93,7 @@ impl TenantLeftovers<'_> {
         // Remaining mounts are skipped.
         let Ok(mounts) = Mounts::of_this_machine() else { return };
         let _ = directory_walk::remove_at(self.home, &mounts, self.account.uid);
-        for (_, folder) in self.places() {
+        for (_, folder) in self.folders() {
             self.remove_in(&self.folders_of(&folder, &mounts), &mounts);
         }
         for (_, path) in self.named_files() {
@@ -123,7 +123,7 @@ impl TenantLeftovers<'_> {
     pub fn check_removed(&self) -> Vec<CleanupFinding> {
         let mut findings = vec![check_path_removed(CleanupCheck::Home, self.home), self.check_mounts()];
         findings.extend(self.private.check_removed(self.account));
-        for (what, folder) in self.places() {
+        for (what, folder) in self.folders() {
             let looked_for = format!("files of uid {} in {}", self.account.uid, folder.display());
             let searched = file_search::owned_by(self.account.uid, |mounts| self.folders_of(&folder, mounts));
             findings.push(searched_finding(what, looked_for, searched));
@@ -137,10 +137,14 @@ impl TenantLeftovers<'_> {
     }
 
     /// Folders that every user may write to, and the folders of tenants.
-    fn places(&self) -> Vec<(CleanupCheck, PathBuf)> {
+    fn folders(&self) -> Vec<(CleanupCheck, PathBuf)> {
         let usual = SHARED.into_iter().map(|(what, folder)| (what, PathBuf::from(folder)));
         let further = self.shared.iter().map(|folder| (CleanupCheck::Tmp, folder.clone()));
-        usual.chain(further).chain(self.private.places()).chain([(CleanupCheck::Home, self.homes.to_owned())]).collect()
+        usual
+            .chain(further)
+            .chain(self.private.folders())
+            .chain([(CleanupCheck::Home, self.homes.to_owned())])
+            .collect()
     }
 
     fn remove_in(&self, folders: &[PathBuf], mounts: &Mounts) {

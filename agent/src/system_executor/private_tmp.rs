@@ -165,7 +165,7 @@ impl PrivateTmp {
     }
 
     /// The parents of all tenants' folders.
-    pub fn places(&self) -> impl Iterator<Item = (CleanupCheck, PathBuf)> {
+    pub fn folders(&self) -> impl Iterator<Item = (CleanupCheck, PathBuf)> {
         FOLDERS.into_iter().map(|(what, _, own)| (what, self.base.join(own)))
     }
 

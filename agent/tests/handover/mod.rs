@@ -268,7 +268,7 @@ async fn session_of_an_unknown_version_is_lost_and_its_program_ends() {
 async fn program_ends_when_the_service_manager_drops_its_session() {
     let mut machine = Machine::start().await;
     let session_id = machine.open_terminal(RecordMode::Off).await;
-    // It neither reads the terminal nor heeds that it hangs up.
+    // It neither reads the terminal nor ends when it hangs up.
     machine.enter(session_id, "trap '' HUP; echo shell-is $$.; exec sleep 1000 < /dev/null > /dev/null 2>&1\n");
     let shell = machine.number(session_id, "shell-is ").await;
     machine.end_agent(Signal::SIGTERM).await;

@@ -238,7 +238,7 @@ mod tests {
         });
         let refused = Failure::of_answer(StatusCode::BAD_REQUEST, &body, None);
         let leaf = command("gpuctl allocations create");
-        let refused = refused.in_words_of(&SelectedCommand { leaf, list: None });
+        let refused = refused.for_command(&SelectedCommand { leaf, list: None });
         assert_eq!(refused.message, "`--queue` must be from 0s to 1h.");
         assert_eq!(refused.to_json()["error"]["details"]["field"], "queue_seconds", "scripts get the field");
     }
@@ -258,7 +258,7 @@ mod tests {
             let command = SelectedCommand::of(&matches);
             assert_eq!(command.list.as_deref(), list, "{line}");
             let body = json!({ "code": "not_found", "message": "There is no such node.", "details": {} });
-            let next = Failure::of_answer(StatusCode::NOT_FOUND, &body, None).in_words_of(&command).next.unwrap();
+            let next = Failure::of_answer(StatusCode::NOT_FOUND, &body, None).for_command(&command).next.unwrap();
             assert_eq!(next.contains("shows what there is"), list.is_some(), "{next}");
             assert!(!next.contains('<') && list.is_none_or(|list| next.contains(list)), "{next}");
         }

@@ -50,14 +50,14 @@ fn end_without_reader(error: &io::Error) {
 pub(crate) struct UnfinishedFile {
     pub(crate) file: File,
     path: PathBuf,
-    is_kept: bool,
+    is_complete: bool,
 }
 
 impl UnfinishedFile {
     pub(crate) fn create(path: &Path) -> Result<Self, Failure> {
         let shown = path.display();
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
-            Ok(file) => Ok(Self { file, path: path.to_owned(), is_kept: false }),
+            Ok(file) => Ok(Self { file, path: path.to_owned(), is_complete: false }),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 Err(Failure::usage(format!("{shown} is there already")).next("Name another file, or remove that one."))
             }
@@ -67,13 +67,13 @@ impl UnfinishedFile {
     }
 
     pub(crate) fn keep(mut self) {
-        self.is_kept = true;
+        self.is_complete = true;
     }
 }
 
 impl Drop for UnfinishedFile {
     fn drop(&mut self) {
-        if !self.is_kept {
+        if !self.is_complete {
             let _ = std::fs::remove_file(&self.path);
         }
     }

@@ -159,7 +159,7 @@ impl Failure {
     /// The failure in terms of the command line that the user gave: its arguments in the place of the API's fields, times in the place of
     /// seconds, and the command that lists what was not found.
     #[must_use]
-    pub(crate) fn in_words_of(mut self, command: &SelectedCommand) -> Self {
+    pub(crate) fn for_command(mut self, command: &SelectedCommand) -> Self {
         let Some(answer) = &self.answer else { return self };
         let is_time = answer.field().is_some_and(|field| field.ends_with("seconds"));
         self.message = argument_names::with_argument_names(&self.message, &command.leaf);
@@ -224,7 +224,7 @@ pub(crate) fn with_profile(text: &str, profile: &str) -> String {
     })
 }
 
-/// What to do where the service does not find something; [`Failure::in_words_of`] adds the command that lists it.
+/// What to do where the service does not find something; [`Failure::for_command`] adds the command that lists it.
 const LOOK_IT_UP: &str = "Look its id up.";
 
 /// What the user can do next, where the service's message, written for API clients, does not say it.

@@ -252,7 +252,7 @@ fn main() -> ExitCode {
     match runtime.and_then(|runtime| runtime.block_on(run(arguments))) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            let failure = failure.in_words_of(&SelectedCommand::of(&matches)).of_profile(&profile);
+            let failure = failure.for_command(&SelectedCommand::of(&matches)).of_profile(&profile);
             match format {
                 OutputFormat::Table => print_error(&failure.to_string()),
                 OutputFormat::Json => print_error(&failure.to_json().to_string()),

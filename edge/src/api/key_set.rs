@@ -209,7 +209,7 @@ pub(super) async fn stage(
     let purpose = asked.purpose;
     // A second staged key would be refused, so no key is generated for it. A replay still gets the first reply.
     let keys = read(&app).await?;
-    let staged = set_of(&keys, purpose).keys.iter().find(|key| key.standing.phase() == Phase::Staged);
+    let staged = set_of(&keys, purpose).keys.iter().find(|key| key.state.phase() == Phase::Staged);
     let key = if context.is_replay() {
         NO_KEY
     } else if let Some(staged) = staged {
@@ -345,7 +345,7 @@ async fn at_rest(app: &AppState) -> Result<AtRestView, ApiError> {
     let set = stored(&app.reads, KeySetPurpose::AtRest).await?;
     let known = |key: &KeyEntry| AtRestKey {
         key_id: key.id.clone(),
-        phase: Some(KeyPhase::of(key.standing.phase())),
+        phase: Some(KeyPhase::of(key.state.phase())),
         since: Some(key.entered_at),
         sealed: sealed.remove(&key.id).unwrap_or(0),
     };
@@ -460,7 +460,7 @@ async fn view(app: &AppState, keys: &Keys, purpose: KeyPurpose) -> Result<KeySet
     let set = set_of(keys, purpose);
     let mut views = Vec::new();
     for key in &set.keys {
-        let counted = purpose == KeyPurpose::NodeCa && key.standing.phase() != Phase::Retired;
+        let counted = purpose == KeyPurpose::NodeCa && key.state.phase() != Phase::Retired;
         let dependents = if counted { Some(dependents(app, keys, &key.id, 1).await?.1) } else { None };
         views.push(KeyView::of(key, dependents));
     }
@@ -469,11 +469,11 @@ async fn view(app: &AppState, keys: &Keys, purpose: KeyPurpose) -> Result<KeySet
 
 impl KeyView {
     fn of(key: &KeyEntry, dependents: Option<u64>) -> Self {
-        let until = match key.standing {
+        let until = match key.state {
             KeyState::Staged { until } | KeyState::Grace { until } => Some(until),
             KeyState::Active | KeyState::Retired => None,
         };
-        let phase = KeyPhase::of(key.standing.phase());
+        let phase = KeyPhase::of(key.state.phase());
         Self {
             key_id: key.id.clone(),
             phase,

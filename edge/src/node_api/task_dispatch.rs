@@ -121,7 +121,7 @@ impl NodeApi {
         let now = self.app.environment.now();
         orders.retain(|order| task_signing::is_in_time(order, now));
         match self.dispatch_log.next(node_id, session, &orders, std::time::Instant::now()) {
-            NextDispatch::Hand { order, again } => {
+            NextDispatch::Task { order, again } => {
                 let task =
                     task_signing::signed(&self.app.trust.keys, node_id, order, now).map_err(ApiError::internal)?;
                 let (task_id, attempt) = (order.work.task_id, order.work.attempt);

@@ -92,7 +92,7 @@ struct Parts {
 }
 
 struct RecordingMetrics {
-    kept: IntCounter,
+    stored: IntCounter,
     bytes: IntCounter,
     refused: IntCounter,
     no_room: IntCounter,
@@ -107,7 +107,7 @@ impl RecordingIntake {
             registry.register(Box::new(counter.clone())).map(|()| counter)
         };
         let metrics = RecordingMetrics {
-            kept: counter("terminal_recording_chunks_total", "Chunks of terminal recordings that were stored.")?,
+            stored: counter("terminal_recording_chunks_total", "Chunks of terminal recordings that were stored.")?,
             bytes: counter("terminal_recording_bytes_total", "Bytes of terminal recordings that were stored.")?,
             refused: counter("terminal_recording_refused_total", "Chunks of terminal recordings that were refused.")?,
             no_room: counter(
@@ -119,7 +119,7 @@ impl RecordingIntake {
     }
 
     pub(crate) fn count_stored(&self, bytes: usize) {
-        self.0.metrics.kept.inc();
+        self.0.metrics.stored.inc();
         self.0.metrics.bytes.inc_by(bytes as u64);
     }
 

@@ -194,8 +194,8 @@ impl TlsServer {
     fn network_of(&self, address: SocketAddr) -> Option<IpAddr> {
         let ip = address.ip();
         let forwards = self.proxies.as_ref().is_some_and(|proxies| proxies.trusts(ip));
-        let stands_for_many = forwards || self.ingress.is_proxy(ip) || self.ingress.is_balancer(ip);
-        (!stands_for_many).then(|| network_of(ip))
+        let is_shared = forwards || self.ingress.is_proxy(ip) || self.ingress.is_balancer(ip);
+        (!is_shared).then(|| network_of(ip))
     }
 
     /// Serves requests on a connection to its end. No `async fn`: that would store its arguments while it waits.

@@ -142,7 +142,7 @@ impl Keys {
             held.iter().map(move |held| (set, held.id.as_str(), &held.secret, held.made_at))
         }
         let is_orphaned = |set: &KeySet, id: &str, made_at| match set.key(id) {
-            Some(key) => key.standing.phase() == Phase::Retired,
+            Some(key) => key.state.phase() == Phase::Retired,
             None => made_at < now - ORPHANED_AFTER,
         };
         let all = those_of(&self.task.set, &self.task.held)
@@ -309,7 +309,7 @@ impl NodeAuthorities {
                 KeySet::founded(KeySetPurpose::NodeCa, key, secret.created_at)
             }
         };
-        let active = set.keys.iter().find(|key| key.standing.phase() == Phase::Active);
+        let active = set.keys.iter().find(|key| key.state.phase() == Phase::Active);
         let active = active.ok_or_else(|| lacking("none is active"))?;
         let (authority, secret) = held
             .iter()

@@ -60,7 +60,7 @@ pub(super) struct Checkpoint {
     pub(super) hash: Hash,
     /// The end of the dropped month.
     dropped: Timestamp,
-    pub(super) kept: Vec<RetainedRow>,
+    pub(super) retained: Vec<RetainedRow>,
     signed_at: Timestamp,
     key_id: String,
     signature: [u8; 64],
@@ -75,10 +75,10 @@ impl Checkpoint {
             bytes.extend_from_slice(&number.to_be_bytes());
         }
         bytes.extend_from_slice(&self.hash);
-        for kept in &self.kept {
-            bytes.extend_from_slice(&kept.place.epoch.to_be_bytes());
-            bytes.extend_from_slice(&kept.place.seq.to_be_bytes());
-            bytes.extend_from_slice(&kept.digest);
+        for row in &self.retained {
+            bytes.extend_from_slice(&row.place.epoch.to_be_bytes());
+            bytes.extend_from_slice(&row.place.seq.to_be_bytes());
+            bytes.extend_from_slice(&row.digest);
         }
         bytes
     }
@@ -109,7 +109,7 @@ impl Checkpoint {
             hash: array(row.try_get("hash")?),
             dropped: row.try_get("dropped")?,
             // An unreadable list is as wrong as another list: the signature fails.
-            kept: serde_json::from_str(&kept).unwrap_or_default(),
+            retained: serde_json::from_str(&kept).unwrap_or_default(),
             signed_at: row.try_get("signed_at")?,
             key_id: row.try_get("key_id")?,
             signature: array(row.try_get("signature")?),
@@ -226,9 +226,9 @@ async fn checkpoint(
         .fetch_all(connection)
         .await
         .doing(DOING)?;
-    let kept =
+    let retained =
         rows.iter().map(|row| HashedRow::of(row).map(|row| RetainedRow { place: row.place, digest: row.digest() }));
-    let kept = kept.collect::<Result<_, _>>().doing(DOING)?;
+    let retained = retained.collect::<Result<_, _>>().doing(DOING)?;
     let mut checkpoint = Checkpoint {
         shard,
         number,
@@ -236,7 +236,7 @@ async fn checkpoint(
         seq: place.seq,
         hash,
         dropped: end,
-        kept,
+        retained,
         signed_at: now,
         key_id: key.id().to_owned(),
         signature: [0; 64],
@@ -248,7 +248,7 @@ async fn checkpoint(
 /// Writes the checkpoint; deletes the seals and heads before it, but those of retained rows, and the newest head.
 async fn write(connection: &mut PgConnection, checkpoint: &Checkpoint) -> Result<(), sqlx::Error> {
     let shard = i16::from(checkpoint.shard.0);
-    let kept = serde_json::to_string(&checkpoint.kept).map_err(|error| sqlx::Error::Encode(Box::new(error)))?;
+    let kept = serde_json::to_string(&checkpoint.retained).map_err(|error| sqlx::Error::Encode(Box::new(error)))?;
     sqlx::query(
         "INSERT INTO audit_checkpoint (shard, number, epoch, seq, hash, dropped, kept, signed_at, key_id, signature)
          VALUES ($1, $2, $3, $4, $5, $6, $7::jsonb, $8, $9, $10)
@@ -274,8 +274,8 @@ async fn write(connection: &mut PgConnection, checkpoint: &Checkpoint) -> Result
     )
     .bind(shard)
     .bind(checkpoint.number)
-    .bind(checkpoint.kept.iter().map(|kept| kept.place.epoch).collect::<Vec<_>>())
-    .bind(checkpoint.kept.iter().map(|kept| kept.place.seq).collect::<Vec<_>>())
+    .bind(checkpoint.retained.iter().map(|row| row.place.epoch).collect::<Vec<_>>())
+    .bind(checkpoint.retained.iter().map(|row| row.place.seq).collect::<Vec<_>>())
     .execute(&mut *connection)
     .await?;
     sqlx::query(

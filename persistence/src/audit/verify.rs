@@ -169,7 +169,7 @@ async fn verify_checkpoint(
     let rows = sqlx::query(sqlx::AssertSqlSafe(query)).bind(i16::from(shard.0)).bind(at.epoch).bind(at.seq);
     let mut rows = rows.fetch(connection);
     let mut missing: BTreeMap<RowPosition, Hash> =
-        checkpoint.kept.iter().map(|kept| (kept.place, kept.digest)).collect();
+        checkpoint.retained.iter().map(|row| (row.place, row.digest)).collect();
     while let Some(row) = rows.try_next().await? {
         let row = HashedRow::of(&row)?;
         match missing.remove(&row.place) {

@@ -83,7 +83,7 @@ impl ShardReconciler {
         // A member that has just started has had no time to receive messages.
         if self.began.elapsed() > HEARTBEAT_TIMEOUT + HEARTBEAT_INTERVAL {
             let received: Vec<_> =
-                state.heard_at.keys().filter(|id| state.has_recent_message_from(**id, now)).collect();
+                state.last_message_at.keys().filter(|id| state.has_recent_message_from(**id, now)).collect();
             me.details["hears"] = serde_json::json!(received);
         }
         me.details["cut_off"] = state.partitioned.into();

@@ -86,7 +86,7 @@ impl ShardReconciler {
                     // No member sends a heartbeat for another.
                     if let Some(member) = named.filter(|named| sender.is_none_or(|sender| sender == *named)) {
                         self.view.change_state(|state| {
-                            state.heard_at.insert(member, Instant::now());
+                            state.last_message_at.insert(member, Instant::now());
                         });
                     }
                 }

@@ -105,7 +105,7 @@ impl Rewrapper {
 
     async fn rewrap_once(&self) -> anyhow::Result<()> {
         let Some(set) = stored(&self.reads, KeySetPurpose::AtRest).await? else { return Ok(()) };
-        let of = |phase: Phase| set.keys.iter().filter(move |key| key.standing.phase() == phase);
+        let of = |phase: Phase| set.keys.iter().filter(move |key| key.state.phase() == phase);
         let seals = of(Phase::Active).any(|key| key.id == self.values.active());
         if !seals || of(Phase::Grace).next().is_none() {
             return Ok(());

@@ -1,7 +1,7 @@
 //! Nodes and past allocations that are inserted: copies of snapshots that the service itself has committed, with ids and GPUs of their own,
 //! and sealed as it seals.
 //!
-//! A copy of a node has one GPU rented and the others free, so that placement has it among its candidates. Nobody rents it in the benchmark,
+//! A copy of a node has one GPU rented and the others free, so that placement has it among its candidates. No user rents it in the benchmark,
 //! which asks for whole nodes: it has no agent.
 
 use anyhow::{Context, ensure};

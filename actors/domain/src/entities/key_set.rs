@@ -45,7 +45,8 @@ pub struct KeyEntry {
     pub id: String,
     /// A public key or a certificate, in text.
     pub public: String,
-    pub standing: KeyState,
+    #[serde(rename = "standing")]
+    pub state: KeyState,
     pub made_at: Timestamp,
     pub entered_at: Timestamp,
 }
@@ -333,7 +334,7 @@ impl Machine for KeySet {
     fn deadline(&self) -> Option<Deadline> {
         let (key, until) = self.waiting().min_by_key(|(_, until)| *until)?;
         let (purpose, id) = (self.purpose, &key.id);
-        let what = match key.standing.phase() {
+        let what = match key.state.phase() {
             Phase::Staged => "is staged and waits for its activation",
             Phase::Active | Phase::Grace | Phase::Retired => "is in grace and waits to be retired",
         };
@@ -349,7 +350,7 @@ impl KeySet {
     /// The set that a cluster begins with.
     #[must_use]
     pub fn founded(purpose: KeySetPurpose, key: NewKey, at: Timestamp) -> Self {
-        let key = KeyEntry { id: key.id, public: key.public, standing: KeyState::Active, made_at: at, entered_at: at };
+        let key = KeyEntry { id: key.id, public: key.public, state: KeyState::Active, made_at: at, entered_at: at };
         Self { purpose, version: 0, keys: vec![key], chain: Vec::new() }
     }
 
@@ -362,7 +363,7 @@ impl KeySet {
     #[must_use]
     pub fn listed(&self) -> Vec<TrustedKey> {
         let listed =
-            |key: &KeyEntry| TrustedKey { id: key.id.clone(), public: key.public.clone(), phase: key.standing.phase() };
+            |key: &KeyEntry| TrustedKey { id: key.id.clone(), public: key.public.clone(), phase: key.state.phase() };
         self.keys.iter().map(listed).filter(|listed| listed.phase != Phase::Retired).collect()
     }
 
@@ -375,7 +376,7 @@ impl KeySet {
     }
 
     fn waiting(&self) -> impl Iterator<Item = (&KeyEntry, Timestamp)> {
-        self.keys.iter().filter_map(|key| match key.standing {
+        self.keys.iter().filter_map(|key| match key.state {
             KeyState::Staged { until } | KeyState::Grace { until } => Some((key, until)),
             KeyState::Active | KeyState::Retired => None,
         })
@@ -438,7 +439,7 @@ impl KeySet {
     }
 
     fn is_free(&self, id: &str, dependents: u64, now: Timestamp) -> Result<(), Rejection> {
-        match self.key(id).map(|key| key.standing) {
+        match self.key(id).map(|key| key.state) {
             Some(KeyState::Grace { until }) if self.signs() && now < until => {
                 Err(Rejection::InGrace { id: id.to_owned(), until })
             }
@@ -460,12 +461,12 @@ impl KeySet {
                 if self.key(&key.id).is_some() {
                     return Err(Rejection::Exists { id: key.id.clone() });
                 }
-                if let Some(staged) = self.keys.iter().find(|key| key.standing.phase() == Phase::Staged) {
+                if let Some(staged) = self.keys.iter().find(|key| key.state.phase() == Phase::Staged) {
                     return Err(Rejection::AlreadyStaged { id: staged.id.clone() });
                 }
-                let standing = KeyState::Staged { until: staged_until };
+                let state = KeyState::Staged { until: staged_until };
                 let (id, public) = (key.id.clone(), key.public.clone());
-                next.keys.push(KeyEntry { id, public, standing, made_at: now, entered_at: now });
+                next.keys.push(KeyEntry { id, public, state, made_at: now, entered_at: now });
             }
             KeySetChange::Activate { id } => {
                 self.in_phase(id, &[Phase::Staged])?;
@@ -484,27 +485,27 @@ impl KeySet {
 
     fn in_phase(&self, id: &str, allowed: &[Phase]) -> Result<Phase, Rejection> {
         let key = self.key(id).ok_or_else(|| Rejection::NotFound { id: id.to_owned() })?;
-        let phase = key.standing.phase();
+        let phase = key.state.phase();
         if allowed.contains(&phase) { Ok(phase) } else { Err(Rejection::WrongPhase { id: id.to_owned(), phase }) }
     }
 
     fn activate(&mut self, id: &str, now: Timestamp, grace_until: Timestamp) {
         for key in &mut self.keys {
-            if key.standing == KeyState::Active {
-                (key.standing, key.entered_at) = (KeyState::Grace { until: grace_until }, now);
+            if key.state == KeyState::Active {
+                (key.state, key.entered_at) = (KeyState::Grace { until: grace_until }, now);
             }
         }
         self.enter(id, KeyState::Active, now);
     }
 
-    fn enter(&mut self, id: &str, standing: KeyState, now: Timestamp) {
+    fn enter(&mut self, id: &str, state: KeyState, now: Timestamp) {
         for key in self.keys.iter_mut().filter(|key| key.id == id) {
-            (key.standing, key.entered_at) = (standing, now);
+            (key.state, key.entered_at) = (state, now);
         }
     }
 
     fn forget_oldest(&mut self) {
-        let retired = |key: &KeyEntry| key.standing == KeyState::Retired;
+        let retired = |key: &KeyEntry| key.state == KeyState::Retired;
         while self.keys.iter().filter(|key| retired(key)).count() > MAX_RETIRED {
             let oldest =
                 self.keys.iter().enumerate().filter(|(_, key)| retired(key)).min_by_key(|(_, key)| key.entered_at);
@@ -524,21 +525,21 @@ impl KeySet {
             return Err(Rejection::OtherPurpose);
         }
         let (mut next, until) = (self.clone(), ctx.now + self.grace(ctx));
-        let mut known = |id: &str, standing| {
+        let mut known = |id: &str, state| {
             if next.key(id).is_none() {
                 let (id, public) = (id.to_owned(), String::new());
-                next.keys.push(KeyEntry { id, public, standing, made_at: ctx.now, entered_at: ctx.now });
+                next.keys.push(KeyEntry { id, public, state, made_at: ctx.now, entered_at: ctx.now });
             }
         };
         known(id, KeyState::Retired);
         outgoing.iter().filter(|other| *other != id).for_each(|other| known(other, KeyState::Retired));
         for other in outgoing.iter().filter(|other| *other != id) {
             // A key that is in use again, from a backup or an old ring, has to be emptied again.
-            if next.key(other).is_some_and(|key| key.standing == KeyState::Retired) {
+            if next.key(other).is_some_and(|key| key.state == KeyState::Retired) {
                 next.enter(other, KeyState::Grace { until }, ctx.now);
             }
         }
-        if next.key(id).is_some_and(|key| key.standing != KeyState::Active) {
+        if next.key(id).is_some_and(|key| key.state != KeyState::Active) {
             next.activate(id, ctx.now, until);
         }
         next.forget_oldest();
@@ -551,7 +552,7 @@ impl KeySet {
     }
 
     fn emptied(&self, id: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        if self.key(id).is_none_or(|key| key.standing.phase() != Phase::Grace) {
+        if self.key(id).is_none_or(|key| key.state.phase() != Phase::Grace) {
             return Transition::stay(self.reply(id));
         }
         let mut next = Self { version: self.version + 1, ..self.clone() };

@@ -494,7 +494,7 @@ impl NotificationEndpoint {
         }
         let mut next = self.clone();
         next.queue.push(message, ctx.now);
-        Transition::to(next, Reply::Done, "there is something to tell")
+        Transition::to(next, Reply::Done, "a message waits for this endpoint")
     }
 
     fn tested(&self, body: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
@@ -504,7 +504,7 @@ impl NotificationEndpoint {
         let mut next = self.clone();
         next.queue.push(QueuedNotification { id: ctx.new_id(0), event: TEST.to_owned(), body }, ctx.now);
         let audit = self.audit(AuditAction::NotificationEndpointsTest, &json!({}));
-        Ok(Transition::to(next.clone(), next.shown(), "its owner tries it").audit(audit))
+        Ok(Transition::to(next.clone(), next.shown(), "its owner tests it").audit(audit))
     }
 
     fn delivered(&self, message_id: Uuid, ctx: &TransitionContext<'_>) -> Transition<Self> {
@@ -512,7 +512,7 @@ impl NotificationEndpoint {
         if !next.queue.delivered(message_id, ctx.now) {
             return Transition::stay(Reply::Done);
         }
-        Transition::to(next, Reply::Done, "the receiver has a message")
+        Transition::to(next, Reply::Done, "a message was delivered")
     }
 
     fn failed(&self, message_id: Uuid, failure: DeliveryFailure, ctx: &TransitionContext<'_>) -> Transition<Self> {
@@ -532,7 +532,7 @@ impl NotificationEndpoint {
             next.phase = Phase::Disabled { since: ctx.now, because };
             return Transition::to(next, Reply::Done, format!("it is disabled: {}", because.name()));
         }
-        Transition::to(next, Reply::Done, "an attempt came to nothing")
+        Transition::to(next, Reply::Done, "the delivery of a message failed")
     }
 
     fn resent(

@@ -28,7 +28,7 @@ use serde_json::json;
 /// What follows inside the control plane takes milliseconds; after this time an operator should look.
 const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
 /// How long the body is stored after processing: as long as the processor shows its events.
-pub const BODY_KEPT_FOR: TimeDelta = TimeDelta::days(30);
+pub const BODY_RETENTION: TimeDelta = TimeDelta::days(30);
 /// The bound of a stored reason, in characters.
 const MAX_REASON_CHARS: usize = 500;
 
@@ -267,7 +267,7 @@ impl Machine for ProcessorEvent {
             Phase::Received { again } | Phase::Retrying { again } => Some(again.at),
             Phase::Dead { .. } => None,
             Phase::Processed { at, .. } | Phase::Dismissed { at, .. } => {
-                self.body_enc.as_ref().map(|_| at + BODY_KEPT_FOR)
+                self.body_enc.as_ref().map(|_| at + BODY_RETENTION)
             }
         }
     }
@@ -333,7 +333,7 @@ impl ProcessorEvent {
         match self.phase {
             Phase::Received { .. } | Phase::Retrying { .. } | Phase::Dead { .. } => {
                 let next = Self { phase: Phase::Processed { at: ctx.now, outcome }, ..self.clone() };
-                Transition::to(next, Reply::Done, "it was heeded")
+                Transition::to(next, Reply::Done, "it was processed")
             }
             Phase::Processed { .. } | Phase::Dismissed { .. } => Transition::stay(Reply::Done),
         }
@@ -346,9 +346,9 @@ impl ProcessorEvent {
         let most = ctx.policy.int(PolicyKey::BillingWebhookMaxAttempts, &Scopes::global(), ctx.now);
         let attempts = self.attempts.saturating_add(1);
         let (phase, so) = if i64::from(attempts) < most {
-            (Phase::Retrying { again: again.next(ctx.now) }, "it could not be carried out, and is tried again")
+            (Phase::Retrying { again: again.next(ctx.now) }, "its processing failed, and is retried".to_owned())
         } else {
-            (Phase::Dead { since: ctx.now }, "it was tried in vain too often")
+            (Phase::Dead { since: ctx.now }, format!("{attempts} attempts failed: an operator has to act"))
         };
         let last_error = Some(why.chars().take(MAX_REASON_CHARS).collect());
         Transition::to(Self { phase, attempts, last_error, ..self.clone() }, Reply::Done, so)
@@ -359,7 +359,7 @@ impl ProcessorEvent {
         let again = ResendTimer::first(ctx.now);
         let next = Self { phase: Phase::Retrying { again }, attempts: 0, ..self.clone() };
         let reply = next.shown();
-        Ok(Transition::to(next, reply, "an operator has it tried again")
+        Ok(Transition::to(next, reply, "an operator retries it")
             .event(self.due())
             .audit(self.audit(AuditAction::ProcessorEventsRetry, reason)))
     }
@@ -369,7 +369,7 @@ impl ProcessorEvent {
         let audit = self.audit(AuditAction::ProcessorEventsDismiss, &reason);
         let next = Self { phase: Phase::Dismissed { at: ctx.now, reason }, ..self.clone() };
         let reply = next.shown();
-        // What waits for the operator's word at the payment ends with it.
+        // What waits for the operator's decision at the payment ends with it.
         Ok(Transition::to(next, reply, "an operator has dismissed it").event(self.due()).audit(audit))
     }
 
@@ -394,19 +394,19 @@ impl ProcessorEvent {
     }
 
     fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        let said_again = |phase| {
+        let resent = |phase| {
             let next = Self { phase, ..self.clone() };
             Transition::to(next, Reply::Done, "it is not processed yet").event(self.due())
         };
         match self.phase {
             Phase::Received { again } if again.is_due(ctx.now) => {
-                said_again(Phase::Received { again: again.next(ctx.now) })
+                resent(Phase::Received { again: again.next(ctx.now) })
             }
             Phase::Retrying { again } if again.is_due(ctx.now) => {
-                said_again(Phase::Retrying { again: again.next(ctx.now) })
+                resent(Phase::Retrying { again: again.next(ctx.now) })
             }
             Phase::Processed { at, .. } | Phase::Dismissed { at, .. }
-                if self.body_enc.is_some() && ctx.now >= at + BODY_KEPT_FOR =>
+                if self.body_enc.is_some() && ctx.now >= at + BODY_RETENTION =>
             {
                 let next = Self { body_enc: None, ..self.clone() };
                 Transition::to(next, Reply::Done, "its body is no longer needed")

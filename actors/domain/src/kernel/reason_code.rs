@@ -33,7 +33,7 @@ pub enum ReasonPlace {
 #[derive(Clone, Copy, Debug)]
 pub struct ReasonCode {
     pub code: &'static str,
-    pub places: &'static [ReasonPlace],
+    pub appears_in: &'static [ReasonPlace],
     pub meaning: &'static str,
 }
 
@@ -42,7 +42,7 @@ macro_rules! reason_codes {
         /// The table.
         pub const ALL: &[ReasonCode] = &[$(ReasonCode {
             code: $code,
-            places: &[$(ReasonPlace::$place),+],
+            appears_in: &[$(ReasonPlace::$place),+],
             meaning: $meaning,
         }),+];
     };

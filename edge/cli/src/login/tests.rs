@@ -230,7 +230,7 @@ fn login_without_a_refresh_token_says_how_to_get_one() {
         let notice = notice(options, method).unwrap();
         assert!(notice.contains("operator") && !notice.contains("--prompt"), "{notice}");
     }
-    // Nobody asked for one.
+    // It was not asked for.
     assert_eq!(notice(&["--scope", "openid"], browser()), None);
     assert_eq!(notice(&[], LoginMethod::Password("ann".to_owned())), None);
     assert!(login_args(&["--prompt", "none"]).is_err() && login_args(&["--prompt", "consent", "--device"]).is_err());

@@ -118,7 +118,7 @@ pub(in crate::api) async fn events(
         login,
         ends,
         ready: VecDeque::new(),
-        kept_from: None,
+        oldest_stored: None,
         over: false,
         _place: place,
     };
@@ -147,8 +147,8 @@ struct TransitionStream {
     /// The notifications of the user of a browser session.
     ends: Option<Subscription>,
     ready: VecDeque<HistoryRow>,
-    /// The first generation that is kept, where earlier ones that the client does not have were removed.
-    kept_from: Option<i64>,
+    /// The first generation that is stored, where earlier ones that the client does not have were removed.
+    oldest_stored: Option<i64>,
     over: bool,
     _place: QuotaSlot,
 }
@@ -159,8 +159,8 @@ impl TransitionStream {
         let entity = EntityRef { kind: EntityKind::Allocation, id: self.id };
         let mut changes = EntityChanges::of(&app, entity).with_longest_pause(LONGEST_POLL_PAUSE);
         loop {
-            if let Some(kept_from) = self.kept_from.take() {
-                let data = serde_json::json!({ "allocation_id": self.id, "kept_from": kept_from });
+            if let Some(oldest) = self.oldest_stored.take() {
+                let data = serde_json::json!({ "allocation_id": self.id, "kept_from": oldest });
                 return Some((Ok(Event::default().event("history_removed").data(data.to_string())), self));
             }
             if let Some(row) = self.ready.pop_front() {
@@ -177,7 +177,7 @@ impl TransitionStream {
                 .await
                 .inspect_err(|error| tracing::warn!(%error, "an event stream ends"))
                 .ok()?;
-            let has_news = !self.ready.is_empty() || self.kept_from.is_some();
+            let has_news = !self.ready.is_empty() || self.oldest_stored.is_some();
             if has_news && !self.is_still_authorized().await {
                 return None;
             }
@@ -241,7 +241,7 @@ impl TransitionStream {
     /// kept; without any, the stream goes on after the present version.
     async fn note_removed(&mut self, oldest: Option<i64>, newest: i64) -> Result<(), ApiError> {
         let sent = std::mem::replace(&mut self.after, newest);
-        let kept_from = match oldest {
+        let oldest = match oldest {
             Some(oldest) => oldest,
             None => {
                 let entity = EntityRef { kind: EntityKind::Allocation, id: self.id };
@@ -256,7 +256,7 @@ impl TransitionStream {
                 row.version + 1
             }
         };
-        self.kept_from = (kept_from > sent + 1).then_some(kept_from);
+        self.oldest_stored = (oldest > sent + 1).then_some(oldest);
         Ok(())
     }
 

@@ -116,7 +116,8 @@ pub(in crate::api) struct ReversalView {
     amount_minor: i64,
     /// True where the money is there again: the dispute was won, or the refund failed.
     is_undone: bool,
-    heard_at: DateTime<Utc>,
+    #[serde(rename = "heard_at")]
+    reported_at: DateTime<Utc>,
 }
 
 /// A refund that was made at the processor, or a dispute by the payer's bank.
@@ -208,7 +209,7 @@ impl ReversalView {
             ReversalOrigin::Refund => ReversalKind::Refund,
             ReversalOrigin::Dispute => ReversalKind::Dispute,
         };
-        let (amount_minor, is_undone, heard_at) = (it.amount_minor, it.is_undone, it.heard_at);
-        Self { id: id.to_owned(), kind, amount_minor, is_undone, heard_at }
+        let (amount_minor, is_undone, reported_at) = (it.amount_minor, it.is_undone, it.reported_at);
+        Self { id: id.to_owned(), kind, amount_minor, is_undone, reported_at }
     }
 }

@@ -31,7 +31,7 @@ pub(super) enum AgentSession {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum NextDispatch<'a> {
     /// It ends with this task; `again`: it was dispatched before.
-    Hand {
+    Task {
         order: &'a AgentTask,
         again: bool,
     },
@@ -87,11 +87,11 @@ impl DispatchLog {
             match entries.iter_mut().find(|entry| entry.task == task) {
                 None => {
                     entries.push(DispatchEntry { task, session, at: now });
-                    return NextDispatch::Hand { order, again: false };
+                    return NextDispatch::Task { order, again: false };
                 }
                 Some(entry) if now >= entry.due_at(session) => {
                     *entry = DispatchEntry { task, session, at: now };
-                    return NextDispatch::Hand { order, again: true };
+                    return NextDispatch::Task { order, again: true };
                 }
                 Some(entry) => {
                     let due_at = entry.due_at(session);
@@ -159,11 +159,11 @@ mod tests {
     }
 
     const fn dispatched(order: &AgentTask) -> NextDispatch<'_> {
-        NextDispatch::Hand { order, again: false }
+        NextDispatch::Task { order, again: false }
     }
 
     const fn dispatched_again(order: &AgentTask) -> NextDispatch<'_> {
-        NextDispatch::Hand { order, again: true }
+        NextDispatch::Task { order, again: true }
     }
 
     #[test]

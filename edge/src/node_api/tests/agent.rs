@@ -175,7 +175,7 @@ impl Agent {
         })
     }
 
-    pub(super) async fn beat(&self, harness: &NodeApiHarness) -> TestResponse {
+    pub(super) async fn send_heartbeat(&self, harness: &NodeApiHarness) -> TestResponse {
         self.post(harness, "heartbeat", &self.heartbeat()).await
     }
 

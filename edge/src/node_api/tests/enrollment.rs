@@ -263,7 +263,7 @@ async fn node_over_its_renewal_rate_gets_retry_after_and_its_heartbeats_pass() {
     assert_eq!(details["policy_key"], "rate_limit.node_renewals_per_minute");
     assert!(limited.headers.contains_key("retry-after"));
     assert!(harness.node(agent.node_id).await.identity.certificates.len() <= 8);
-    agent.beat(&harness).await.is(200);
+    agent.send_heartbeat(&harness).await.is(200);
 }
 
 #[tokio::test]
@@ -282,7 +282,7 @@ async fn node_over_its_request_rate_gets_retry_after_and_others_are_unaffected()
     }
     let limited = limited.expect("a bound per node");
     assert_eq!(limited.refused(429, "rate_limited")["policy_key"], "rate_limit.node_requests_per_minute");
-    quiet.beat(&harness).await.is(200);
+    quiet.send_heartbeat(&harness).await.is(200);
 }
 
 #[tokio::test]
@@ -294,8 +294,8 @@ async fn renewed_certificate_and_its_predecessor_are_both_valid() {
     assert_eq!(answer.is(200)["recovery"], json!({"identity_generation": 1, "remaining": 5}));
     let renewed = agent.with(&harness, answer.body["certificate_pem"].as_str().unwrap(), &next.key);
     assert_ne!(renewed.serial, agent.serial);
-    agent.beat(&harness).await.is(200);
-    renewed.beat(&harness).await.is(200);
+    agent.send_heartbeat(&harness).await.is(200);
+    renewed.send_heartbeat(&harness).await.is(200);
     let bad = agent.post(&harness, "certificate/renew", &json!({ "csr_pem": WEAK_CSR })).await;
     assert_eq!(bad.refused(400, "invalid_request")["field"], "csr_pem");
     let unknown = agent.post(&harness, "certificate/renew", &json!({ "csr_pem": next.csr_pem, "ttl": 1 })).await;

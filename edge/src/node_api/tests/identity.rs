@@ -111,7 +111,7 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
         .unwrap();
     let stray = agent.with(&harness, &issued.certificate_pem, &applicant.key);
     stray.wait(&harness, 1).await.is_refused_as("certificate_unknown");
-    stray.beat(&harness).await.is_refused_as("certificate_unknown");
+    stray.send_heartbeat(&harness).await.is_refused_as("certificate_unknown");
     stray.renew(&harness).await.is_refused_as("certificate_unknown");
     // A node that the database has forgotten.
     let nobody = Uuid::now_v7();
@@ -162,7 +162,7 @@ async fn a_removed_node_is_refused_on_a_fresh_a_live_and_a_resumed_connection() 
     HttpsConnection::is_refused_as(resumed.get(&path).await.unwrap(), "node_removed");
     let fresh = agent.reconnected(&harness);
     fresh.wait(&harness, 1).await.is_refused_as("node_removed");
-    fresh.beat(&harness).await.is_refused_as("node_removed");
+    fresh.send_heartbeat(&harness).await.is_refused_as("node_removed");
     fresh.renew(&harness).await.is_refused_as("node_removed");
 }
 

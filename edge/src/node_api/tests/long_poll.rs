@@ -113,7 +113,7 @@ async fn fenced_node_gets_no_tasks_and_other_requests_pass() {
     harness.tell(agent.node_id, Instruction::Fence { allocation_id, attempt: 1 }).await;
     let details = agent.wait(&harness, 1).await;
     assert_eq!(details.is_refused_as("node_fenced")["allocation_id"], allocation_id.to_string());
-    agent.beat(&harness).await.is(200);
+    agent.send_heartbeat(&harness).await.is(200);
     agent.renew(&harness).await.is(200);
     // The operator retries the clean-up: the fence is lifted.
     harness.clean(&agent, allocation_id, 2).await;
@@ -152,7 +152,7 @@ async fn waiting_polls_end_early_when_the_process_stops() {
 async fn heartbeat_returns_the_interval_and_the_poll_settings() {
     let harness = NodeApiHarness::new().await;
     let agent = harness.active().await;
-    let answer = agent.beat(&harness).await;
+    let answer = agent.send_heartbeat(&harness).await;
     let read: wire::heartbeat::HeartbeatAnswer = serde_json::from_value(answer.is(200).clone()).unwrap();
     assert_eq!((read.next_heartbeat_seconds, read.poll.timeout_seconds), (30, 30));
     assert!(read.verifier_sets.is_empty());

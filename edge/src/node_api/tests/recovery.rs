@@ -32,7 +32,7 @@ impl Machine {
         let answer = harness.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &key, boot_id)).await;
         let certificate = answer.is(201)["certificate_pem"].as_str().unwrap().to_owned();
         let agent = Agent::new(harness, node_id, boot_id, key.clone(), &certificate, &applicant.key);
-        agent.beat(harness).await.is(200);
+        agent.send_heartbeat(harness).await.is(200);
         (Self { node_id, token, key, boot_id, generation: 1 }, agent)
     }
 
@@ -81,14 +81,14 @@ async fn node_with_an_expired_certificate_recovers_with_token_generation_and_key
     harness.set_policy(PolicyKey::NodeCertificateTtl, 30);
     let (machine, agent) = Machine::enrolled(&harness).await;
     harness.advance(TimeDelta::seconds(31));
-    agent.reconnected(&harness).beat(&harness).await.is_refused_as("certificate_expired");
+    agent.reconnected(&harness).send_heartbeat(&harness).await.is_refused_as("certificate_expired");
     let applicant = Applicant::new();
     let answer = machine.recover(&harness, &applicant).await;
     assert_eq!(answer.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
     let recovered = agent.with(&harness, answer.body["certificate_pem"].as_str().unwrap(), &applicant.key);
-    recovered.beat(&harness).await.is(200);
+    recovered.send_heartbeat(&harness).await.is(200);
     assert_eq!(harness.node(machine.node_id).await.lifecycle.phase, Phase::Active);
-    agent.reconnected(&harness).beat(&harness).await.is_refused_as("certificate_unknown");
+    agent.reconnected(&harness).send_heartbeat(&harness).await.is_refused_as("certificate_unknown");
 }
 
 #[tokio::test]
@@ -101,7 +101,7 @@ async fn recovery_with_a_lost_response_is_repeated_with_the_same_request() {
     assert_eq!(repeated.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
     agent
         .with(&harness, repeated.body["certificate_pem"].as_str().unwrap(), &applicant.key)
-        .beat(&harness)
+        .send_heartbeat(&harness)
         .await
         .is(200);
 }
@@ -137,7 +137,7 @@ async fn recovery_with_an_old_generation_quarantines_the_node_as_a_clone() {
         ("quarantined", "clone_suspected")
     );
     // The recovered machine's credentials stay valid: an operator decides.
-    genuine.beat(&harness).await.is(200);
+    genuine.send_heartbeat(&harness).await.is(200);
 }
 
 #[tokio::test]
@@ -181,7 +181,7 @@ async fn invalid_recovery_has_one_response_and_changes_nothing() {
     let late = machine.request(&harness, &applicant).await;
     harness.advance(TimeDelta::seconds(301));
     machine.send(&harness, &late).await.refused(401, "enrollment_rejected");
-    agent.beat(&harness).await.is(200);
+    agent.send_heartbeat(&harness).await.is(200);
     assert_eq!(harness.node(machine.node_id).await.identity.generation, 1);
 }
 
@@ -232,10 +232,10 @@ async fn reissue_invalidates_the_old_token() {
     };
     harness.admin(machine.node_id, Request::Reissue(Box::new(reissue))).await;
     machine.recover(&harness, &Applicant::new()).await.refused(401, "enrollment_rejected");
-    agent.beat(&harness).await.is(200);
+    agent.send_heartbeat(&harness).await.is(200);
     let (applicant, key) = (Applicant::new(), recovery_key());
     let body = enrollment(minted.token.expose_secret(), &applicant.csr_pem, &key, Uuid::new_v4());
     let answer = harness.enroll(machine.node_id, &body).await;
     assert_eq!(answer.is(201)["recovery"], json!({"identity_generation": 2, "remaining": 5}));
-    agent.reconnected(&harness).beat(&harness).await.is_refused_as("certificate_unknown");
+    agent.reconnected(&harness).send_heartbeat(&harness).await.is_refused_as("certificate_unknown");
 }

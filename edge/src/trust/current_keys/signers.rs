@@ -83,9 +83,9 @@ pub(super) fn in_use<'a>(
     set: &'a KeySet,
     held: &'a [StoredPrivateKey<SigningKey>],
 ) -> impl Iterator<Item = (Phase, &'a StoredPrivateKey<SigningKey>)> {
-    let trusted = set.keys.iter().rev().filter(|key| key.standing.phase() != Phase::Retired);
+    let trusted = set.keys.iter().rev().filter(|key| key.state.phase() != Phase::Retired);
     let mut signers: Vec<_> =
-        trusted.filter_map(|key| Some((key.standing.phase(), held.iter().find(|held| held.id == key.id)?))).collect();
+        trusted.filter_map(|key| Some((key.state.phase(), held.iter().find(|held| held.id == key.id)?))).collect();
     signers.sort_by_key(|(phase, _)| *phase != Phase::Active);
     signers.into_iter()
 }

@@ -60,7 +60,7 @@ fn rotated(purpose: KeySetPurpose, changes: &[KeySetChange]) -> KeySet {
 }
 
 fn phases(set: &KeySet) -> Vec<(&str, Phase)> {
-    set.keys.iter().map(|key| (key.id.as_str(), key.standing.phase())).collect()
+    set.keys.iter().map(|key| (key.id.as_str(), key.state.phase())).collect()
 }
 
 #[test]
@@ -198,4 +198,11 @@ proptest! {
             set = next;
         }
     }
+}
+
+#[test]
+fn stored_key_has_the_names_of_earlier_releases() {
+    let stored = r#"{"id":"k1","public":"p","standing":{"phase":"active"},"made_at":"2027-01-15T08:00:00Z","entered_at":"2027-01-15T08:00:00Z"}"#;
+    let key: KeyEntry = serde_json::from_str(stored).unwrap();
+    assert_eq!(serde_json::to_string(&key).unwrap(), stored);
 }

@@ -247,7 +247,7 @@ impl Node {
             }
             (Phase::Offline, _) => {
                 let (code, message) = if self.agent.boot_id() == next.agent.boot_id() {
-                    (StateCode::HeardAgain, "The agent is in contact again.")
+                    (StateCode::ContactRestored, "The agent is in contact again.")
                 } else {
                     (StateCode::Restarted, "The machine was restarted; its allocations stay.")
                 };

@@ -34,7 +34,7 @@ impl Payment {
     pub(super) fn transition(&self, mut next: Self, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         // Money that the account does not have cannot be taken from it.
         if matches!(next.phase, Phase::Deposited { .. }) {
-            next.reversals.values_mut().for_each(|it| it.is_said |= !it.is_undone);
+            next.reversals.values_mut().for_each(|it| it.is_posting_requested |= !it.is_undone);
         }
         let (before, owed) = (self.outstanding_events(), next.outstanding_events());
         let news: Vec<_> = owed.iter().filter(|event| !before.contains(event)).cloned().collect();

@@ -16,14 +16,16 @@ pub struct Reversal {
     /// What was taken back at the processor, where it charged another currency.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub charged_minor: Option<i64>,
-    pub heard_at: Timestamp,
+    #[serde(rename = "heard_at")]
+    pub reported_at: Timestamp,
     /// It was won, failed, or turned out to be one of the payment's own refunds. That is final, whatever arrives later.
     pub is_undone: bool,
     /// What the account is credited once it is undone, where that is not what it was debited: rounding has moved to another part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned_minor: Option<i64>,
     /// The account was asked to post it, and may have done so.
-    pub is_said: bool,
+    #[serde(rename = "is_said")]
+    pub is_posting_requested: bool,
     /// The account has posted it.
     pub is_posted: bool,
     /// The account has posted that it is undone.
@@ -80,19 +82,19 @@ impl Reversal {
     /// The account has to post and confirm it; a request that was sent cannot be withdrawn. Of less than a minor unit there is nothing to
     /// post.
     pub(super) const fn is_to_be_posted(&self) -> bool {
-        self.is_said && !self.is_posted && self.amount_minor > 0
+        self.is_posting_requested && !self.is_posted && self.amount_minor > 0
     }
 
     /// The account has to post that it is undone.
     pub(super) fn is_to_be_posted_back(&self) -> bool {
-        let is_posted = self.is_posted || (self.is_said && self.amount_minor == 0);
+        let is_posted = self.is_posted || (self.is_posting_requested && self.amount_minor == 0);
         self.is_undone && is_posted && !self.is_posted_back && self.credit_minor() > 0
     }
 
     pub(super) fn deadline(&self) -> Option<Deadline> {
         let waits_for = "a reversal is to be posted to the account";
         (self.is_to_be_posted() || self.is_to_be_posted_back())
-            .then(|| Deadline::new(self.heard_at + OVERDUE_AFTER, waits_for))
+            .then(|| Deadline::new(self.reported_at + OVERDUE_AFTER, waits_for))
     }
 }
 
@@ -146,14 +148,14 @@ impl Payment {
             made: what.made(),
             amount_minor,
             charged_minor,
-            heard_at: ctx.now,
+            reported_at: ctx.now,
             is_undone: false,
             returned_minor: None,
-            is_said: false,
+            is_posting_requested: false,
             is_posted: false,
             is_posted_back: false,
         });
-        reversal.heard_at = ctx.now;
+        reversal.reported_at = ctx.now;
         if what.undoes() {
             next.undo_reversal(&reversal_id);
         }
@@ -163,13 +165,13 @@ impl Payment {
     /// The money of a reversal is there again. What no account was asked to post leaves nothing to be posted.
     pub(super) fn undo_reversal(&mut self, reversal_id: &str) {
         let Some(reversal) = self.reversals.get(reversal_id).filter(|it| !it.is_undone) else { return };
-        let charged = reversal.charged_minor.filter(|_| reversal.is_said);
+        let charged = reversal.charged_minor.filter(|_| reversal.is_posting_requested);
         let returned_minor = charged.and_then(|charged| self.part_of_undoing(charged));
         if let Some(reversal) = self.reversals.get_mut(reversal_id) {
             reversal.is_undone = true;
             reversal.returned_minor = returned_minor;
         }
-        if !self.reversals.values().any(|it| it.is_said) {
+        if !self.reversals.values().any(|it| it.is_posting_requested) {
             self.count_reversals_again();
         }
     }
@@ -205,5 +207,17 @@ impl Payment {
             return Transition::stay(Reply::Done);
         }
         self.transition(next, "the account has posted it", ctx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stored_reversal_has_the_names_of_earlier_releases() {
+        let stored = r#"{"made":"dispute","amount_minor":7,"heard_at":"2027-01-15T08:00:00Z","is_undone":false,"is_said":true,"is_posted":false,"is_posted_back":false}"#;
+        let reversal: Reversal = serde_json::from_str(stored).unwrap();
+        assert_eq!(serde_json::to_string(&reversal).unwrap(), stored);
     }
 }

@@ -117,10 +117,10 @@ fn payment_with_all_refunds_and_reversals_that_there_may_be_is_within_its_bound(
             made: ReversalOrigin::Refund,
             amount_minor: 5_000,
             charged_minor: Some(i64::MAX),
-            heard_at: at,
+            reported_at: at,
             is_undone: true,
             returned_minor: Some(i64::MAX),
-            is_said: true,
+            is_posting_requested: true,
             is_posted: true,
             is_posted_back: true,
         };

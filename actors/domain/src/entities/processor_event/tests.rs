@@ -270,7 +270,7 @@ fn event_body_is_removed_after_its_retention() {
         story.send(end);
         let over = story.now;
         story.until_the_timer();
-        assert_eq!(story.now - over, BODY_KEPT_FOR);
+        assert_eq!(story.now - over, BODY_RETENTION);
         story.send(Command::TICK);
         let event = story.event.clone().unwrap();
         assert_eq!((event.body_enc.as_deref(), event.timer()), (None, None));

@@ -15,7 +15,7 @@ use strum::VariantNames as _;
 fn the_reason_codes_are_as_reviewed() {
     let mut table = String::new();
     for row in ALL {
-        let places: Vec<&str> = row.places.iter().map(|place| place.into_str()).collect();
+        let places: Vec<&str> = row.appears_in.iter().map(|place| place.into_str()).collect();
         writeln!(table, "{} ({}): {}", row.code, places.join(", "), row.meaning).unwrap();
     }
     insta::assert_snapshot!(table);
@@ -27,7 +27,7 @@ fn each_code_has_one_row_in_snake_case() {
     assert_eq!(codes.len(), ALL.len());
     for row in ALL {
         assert!(is_code(row.code) && !row.code.contains('/'), "{}", row.code);
-        assert!(!row.meaning.is_empty() && row.places.is_sorted(), "{}", row.code);
+        assert!(!row.meaning.is_empty() && row.appears_in.is_sorted(), "{}", row.code);
     }
 }
 
@@ -43,7 +43,7 @@ fn finding_has_the_form_of_a_code_and_a_sentence_has_not() {
 
 /// `open` is the variant that carries text of other releases or of agents.
 fn assert_lists(place: ReasonPlace, variants: &[&'static str], open: Option<&str>) {
-    let listed: BTreeSet<&str> = ALL.iter().filter(|row| row.places.contains(&place)).map(|row| row.code).collect();
+    let listed: BTreeSet<&str> = ALL.iter().filter(|row| row.appears_in.contains(&place)).map(|row| row.code).collect();
     let written: BTreeSet<&str> = variants.iter().copied().filter(|name| Some(*name) != open).collect();
     assert_eq!(written, listed, "{place:?}");
 }

@@ -51,7 +51,7 @@ fn dispute(status: &str) -> Value {
     })
 }
 
-fn standing(processor_id: &str, status: ProcessorPaymentStatus) -> ProcessorUpdate {
+fn payment_update(processor_id: &str, status: ProcessorPaymentStatus) -> ProcessorUpdate {
     let currency = Currency::parse("EUR").unwrap();
     let payment_id = Some(PaymentId(OURS));
     ProcessorUpdate::Payment(ProcessorPayment {
@@ -78,7 +78,8 @@ fn converted_session_is_read_in_the_terms_of_its_order() {
     let presented =
         |is_charged| Presentment { amount_minor: 4_200, currency: Currency::parse("GBP").unwrap(), is_charged };
     let expected = |presented| {
-        let ProcessorUpdate::Payment(order) = standing("pi_1", ProcessorPaymentStatus::Paid { charge_id: None }) else {
+        let ProcessorUpdate::Payment(order) = payment_update("pi_1", ProcessorPaymentStatus::Paid { charge_id: None })
+        else {
             unreachable!("it is a payment")
         };
         ProcessorUpdate::Payment(ProcessorPayment { presented, ..order })
@@ -103,40 +104,46 @@ fn converted_session_is_read_in_the_terms_of_its_order() {
 #[test]
 fn payment_event_carries_the_state_of_that_time() {
     let paid = || ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".into()) };
-    assert_eq!(update("payment_intent.succeeded", intent("succeeded")), standing("pi_1", paid()));
+    assert_eq!(update("payment_intent.succeeded", intent("succeeded")), payment_update("pi_1", paid()));
     assert_eq!(
         update("payment_intent.processing", intent("processing")),
-        standing("pi_1", ProcessorPaymentStatus::Processing)
+        payment_update("pi_1", ProcessorPaymentStatus::Processing)
     );
     assert_eq!(
         update("payment_intent.canceled", intent("canceled")),
-        standing("pi_1", ProcessorPaymentStatus::Canceled)
+        payment_update("pi_1", ProcessorPaymentStatus::Canceled)
     );
     let mut declined = intent("requires_payment_method");
     let failed = |intent| update("payment_intent.payment_failed", intent);
-    assert_eq!(failed(declined.clone()), standing("pi_1", ProcessorPaymentStatus::Declined { why: "declined".into() }));
+    assert_eq!(
+        failed(declined.clone()),
+        payment_update("pi_1", ProcessorPaymentStatus::Declined { why: "declined".into() })
+    );
     declined["last_payment_error"] = json!({ "code": "card_declined", "message": "Ann's card was declined." });
-    assert_eq!(failed(declined), standing("pi_1", ProcessorPaymentStatus::Declined { why: "card_declined".into() }));
+    assert_eq!(
+        failed(declined),
+        payment_update("pi_1", ProcessorPaymentStatus::Declined { why: "card_declined".into() })
+    );
 }
 
 #[test]
 fn checkout_is_paid_under_its_intent_and_ended_under_its_own_id() {
     let session_update = |event_type: &str, object| update(&format!("checkout.session.{event_type}"), object);
     let paid = || ProcessorPaymentStatus::Paid { charge_id: None };
-    assert_eq!(session_update("completed", session("complete", "paid")), standing("pi_1", paid()));
-    assert_eq!(session_update("async_payment_succeeded", session("complete", "paid")), standing("pi_1", paid()));
+    assert_eq!(session_update("completed", session("complete", "paid")), payment_update("pi_1", paid()));
+    assert_eq!(session_update("async_payment_succeeded", session("complete", "paid")), payment_update("pi_1", paid()));
     // A bank takes days.
     assert_eq!(
         session_update("completed", session("complete", "unpaid")),
-        standing("cs_1", ProcessorPaymentStatus::Processing)
+        payment_update("cs_1", ProcessorPaymentStatus::Processing)
     );
     assert_eq!(
         session_update("async_payment_failed", session("complete", "unpaid")),
-        standing("cs_1", ProcessorPaymentStatus::Canceled)
+        payment_update("cs_1", ProcessorPaymentStatus::Canceled)
     );
     assert_eq!(
         session_update("expired", session("expired", "unpaid")),
-        standing("cs_1", ProcessorPaymentStatus::Expired)
+        payment_update("cs_1", ProcessorPaymentStatus::Expired)
     );
 }
 

@@ -61,7 +61,7 @@ impl HoldAuthor {
             | StateCode::InventoryMismatch
             | StateCode::FirstPoll
             | StateCode::Silent
-            | StateCode::HeardAgain
+            | StateCode::ContactRestored
             | StateCode::Restarted
             | StateCode::Draining
             | StateCode::Drained

@@ -30,7 +30,9 @@ pub enum StateCode {
     InventoryMismatch,
     FirstPoll,
     Silent,
-    HeardAgain,
+    #[serde(rename = "heard_again")]
+    #[strum(serialize = "heard_again")]
+    ContactRestored,
     Restarted,
     Draining,
     Drained,

@@ -111,7 +111,7 @@ fn soaked(story: &Story) -> Option<Option<String>> {
 }
 
 /// A heartbeat of an agent that can be updated, with this finding.
-fn beats_updatable(story: Story, finding: &ReportedFinding) -> Story {
+fn after_updatable_heartbeat(story: Story, finding: &ReportedFinding) -> Story {
     let Request::Heartbeat { serial, mut seen, inventory, health } =
         health::report_of(vec![finding.clone()], story.now, inventory(GPUS))
     else {
@@ -213,7 +213,7 @@ fn altered() -> Story {
     let story = updatable();
     let setuid =
         ReportedFinding { first_at: story.now, last_at: story.now, ..health::found("privilege", "setuid", None) };
-    beats_updatable(story, &setuid).expect("quarantined").after(TimeDelta::seconds(5))
+    after_updatable_heartbeat(story, &setuid).expect("quarantined").after(TimeDelta::seconds(5))
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn rollout_skips_held_nodes_that_an_update_cannot_cure_or_that_are_silent() {
     let back = updatable().offline();
     let setuid =
         ReportedFinding { first_at: back.now, last_at: back.now, ..health::found("privilege", "setuid", None) };
-    let back = beats_updatable(back, &setuid).expect("quarantined").after_fact(of_rollout_with_held('a'));
+    let back = after_updatable_heartbeat(back, &setuid).expect("quarantined").after_fact(of_rollout_with_held('a'));
     assert_eq!(back.pending_tasks(), ["agent.update"]);
 }
 
@@ -301,10 +301,10 @@ fn new_findings_of_the_stopping_classes_are_faults_of_the_soak_and_others_are_no
 fn finding_from_before_the_update_is_no_fault_of_the_soak() {
     let story = updatable();
     let evacuates = ReportedFinding { first_at: story.now, last_at: story.now, ..health::xid(79, 0) };
-    let story = beats_updatable(story.policy(PolicyKey::NodeRepairAttempts, 0), &evacuates);
+    let story = after_updatable_heartbeat(story.policy(PolicyKey::NodeRepairAttempts, 0), &evacuates);
     let story = story.after(TimeDelta::seconds(30)).after_fact(of_soaking_rollout('a'));
     let task_id = story.node.tasks.latest_update().expect("it is updated").work.task_id;
-    let story = beats_updatable(story.agent(report(task_id, 1, DONE)), &evacuates);
+    let story = after_updatable_heartbeat(story.agent(report(task_id, 1, DONE)), &evacuates);
     assert_eq!(soaked(&story), None);
     assert_eq!(soaked(&story.after_fact(check())), Some(None));
 }

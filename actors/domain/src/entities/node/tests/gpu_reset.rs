@@ -266,7 +266,7 @@ fn validation_of_a_gpu_is_judged_by_the_minimums_of_gpus_alone() {
 
 #[test]
 fn agent_without_the_task_and_a_driver_that_hangs_are_left_to_the_reboot() {
-    let old = node().active().beats("boot-1", &[pending_remap(3)]);
+    let old = node().active().after_report("boot-1", &[pending_remap(3)]);
     assert_eq!((old.pending_tasks(), old.reset_phase(3)), (vec!["node.reboot"], "none"));
     let hung = node().active().senses(&[pending_remap(3), found("driver", "hung", None)]);
     assert_eq!((hung.pending_tasks(), hung.reset_phase(3)), (vec!["node.reboot"], "none"));

@@ -41,7 +41,7 @@ fn with_task(story: Story, serial: &str) -> Story {
 }
 
 /// A heartbeat of this moment.
-fn heard(story: Story, serial: &str) -> Story {
+fn after_heartbeat(story: Story, serial: &str) -> Story {
     let contact = AgentContact {
         last_seen_at: story.now,
         silent_at: story.now + TimeDelta::minutes(2),
@@ -60,14 +60,14 @@ fn heard(story: Story, serial: &str) -> Story {
 fn snapshot_after_a_thousand_allocations_with_tasks_renewals_and_quarantines_is_below_16_kib() {
     let (mut story, mut serial, mut largest) = (node().active(), SERIAL.to_owned(), 0);
     for n in 0..1_000_u32 {
-        story = heard(story.after(TimeDelta::hours(8)), &serial);
+        story = after_heartbeat(story.after(TimeDelta::hours(8)), &serial);
         story = rented(story, &serial, AllocationId(Uuid::from_u128(n.into())));
         let renewed = format!("{n:040x}");
         let issued = CertificateRecord { not_after: story.now + TimeDelta::days(1), ..certificate(&renewed) };
         story = story.agent(Request::Renew { serial, issued });
         serial = renewed;
         if n % 10 == 0 {
-            story = with_task(heard(story, &serial), &serial).quarantined();
+            story = with_task(after_heartbeat(story, &serial), &serial).quarantined();
             story = story.admin(Request::ReleaseQuarantine { reason: "r".into() });
         }
         largest = largest.max(serde_json::to_string(&story.node).unwrap().len());

@@ -119,7 +119,7 @@ fn unknown_task_is_neither_resumed_nor_reported() {
 }
 
 /// The story's agent after a heartbeat with `protocol` and these supported task types.
-fn heard_as(story: Story, protocol: u16, task_types: Option<&[&str]>) -> Story {
+fn after_heartbeat_of(story: Story, protocol: u16, task_types: Option<&[&str]>) -> Story {
     let Request::Heartbeat { serial, mut seen, inventory, health } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
     else {
         unreachable!("a heartbeat is one")
@@ -139,7 +139,7 @@ fn unsupported_task_is_not_dispatched_and_shows_why_it_waits() {
         (3, Some(&[]), &[]),
     ] {
         for task_type in TaskType::ORDERED {
-            let (story, _) = ordered(heard_as(node().active(), protocol, says), task_type);
+            let (story, _) = ordered(after_heartbeat_of(node().active(), protocol, says), task_type);
             let is_known = knows.contains(&task_type.name());
             assert_eq!(
                 story.pending_tasks().len(),
@@ -155,9 +155,9 @@ fn unsupported_task_is_not_dispatched_and_shows_why_it_waits() {
 
 #[test]
 fn unsupported_task_is_dispatched_after_an_upgrade_or_ends_without_one() {
-    let old = heard_as(node().active(), 2, None);
+    let old = after_heartbeat_of(node().active(), 2, None);
     let (waiting, task_id) = ordered(old, TaskType::DiagnosticsCollect);
-    let upgraded = heard_as(waiting.clone(), 3, Some(&["diagnostics.collect"]));
+    let upgraded = after_heartbeat_of(waiting.clone(), 3, Some(&["diagnostics.collect"]));
     assert_eq!(upgraded.pending_tasks(), ["diagnostics.collect"]);
     assert_eq!(upgraded.node.deadline(), None);
 
@@ -168,8 +168,8 @@ fn unsupported_task_is_dispatched_after_an_upgrade_or_ends_without_one() {
     assert_eq!(code, "task_type_unknown");
     assert!(message.contains("protocol 2") && message.ends_with("upgrade it"), "{message}");
 
-    let (rebooting, task_id) = ordered(heard_as(node().active(), 1, None), TaskType::NodeReboot);
-    let stalled = heard_as(rebooting, 1, None).after(TimeDelta::seconds(600)).ticked();
+    let (rebooting, task_id) = ordered(after_heartbeat_of(node().active(), 1, None), TaskType::NodeReboot);
+    let stalled = after_heartbeat_of(rebooting, 1, None).after(TimeDelta::seconds(600)).ticked();
     assert!(matches!(phase(&stalled, task_id), (1, NodeTaskPhase::AwaitsOperator { .. })));
     assert!(stalled.node.deadline().unwrap().reason.ends_with("upgrade it"));
 }
@@ -220,7 +220,7 @@ fn terminal_fails_at_once_where_the_agent_does_not_support_it() {
     let ready = node().active().ready();
     let opened = open_terminal(ready.clone());
     assert_eq!(opened.pending_tasks(), ["open terminal"]);
-    let failed = open_terminal(heard_as(ready, 2, None));
+    let failed = open_terminal(after_heartbeat_of(ready, 2, None));
     assert!(matches!(&failed.published[..], [Event::TerminalFailed { reason, .. }] if reason == "agent_outdated"));
     assert_eq!(failed.pending_tasks(), Vec::<&str>::new());
 }

@@ -209,14 +209,15 @@ fn release_of_its_hold_is_tried_by_another_validation() {
 
 #[test]
 fn repair_ends_with_a_validation_that_the_minimums_judge() {
-    let lost = node().wants(Some(MINIMUM)).enrolled().agent(poll()).measures(MINIMUM).beats("boot-1", &[xid(79, 3)]);
-    let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).beats("boot-2", &[]);
+    let lost =
+        node().wants(Some(MINIMUM)).enrolled().agent(poll()).measures(MINIMUM).after_report("boot-1", &[xid(79, 3)]);
+    let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).after_report("boot-2", &[]);
     assert!(rebooted.node.tasks.by_id.values().any(|task| task.validation.is_some()));
-    let slow = rebooted.clone().measures(1).expect("quarantined").beats("boot-2", &[]);
+    let slow = rebooted.clone().measures(1).expect("quarantined").after_report("boot-2", &[]);
     assert_eq!(slow.node.repair.of_machine.as_ref().unwrap().phase.name(), "awaits_operator");
-    let repaired = slow.quick().measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
+    let repaired = slow.quick().measures(MINIMUM).after_report("boot-2", &[]).expect("active").expect_free();
     assert!(repaired.node.repair.of_machine.is_none());
-    rebooted.measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
+    rebooted.measures(MINIMUM).after_report("boot-2", &[]).expect("active").expect_free();
 }
 
 #[test]
@@ -322,21 +323,27 @@ fn validation_that_measured_nothing_ends_no_hold() {
 
 #[test]
 fn repair_of_a_machine_that_failed_a_deep_validation_is_validated_as_strictly() {
-    let lost = deep_failed().beats("boot-1", &[xid(79, 3)]);
-    let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).beats("boot-2", &[]);
+    let lost = deep_failed().after_report("boot-1", &[xid(79, 3)]);
+    let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).after_report("boot-2", &[]);
     let order = rebooted.node.tasks.by_id.values().find_map(|task| task.validation.filter(|_| !task.has_ended()));
     assert_eq!(order.map(|order| order.level), Some(ValidationLevel::Deep));
-    rebooted.measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
+    rebooted.measures(MINIMUM).after_report("boot-2", &[]).expect("active").expect_free();
 }
 
 #[test]
 fn deep_validation_that_fails_while_a_repair_is_validated_holds_the_machine() {
-    let lost = node().wants(Some(MINIMUM)).enrolled().agent(poll()).measures(MINIMUM).beats("boot-1", &[xid(79, 3)]);
-    let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).beats("boot-2", &[]);
+    let lost =
+        node().wants(Some(MINIMUM)).enrolled().agent(poll()).measures(MINIMUM).after_report("boot-1", &[xid(79, 3)]);
+    let rebooted = lost.ends(TaskType::NodeReboot, TaskOutcome::Succeeded { proof: None }).after_report("boot-2", &[]);
     let failed = rebooted.validation(ValidationLevel::Deep).ends_validation(ValidationLevel::Deep, 1);
-    let repaired = failed.measures(MINIMUM).beats("boot-2", &[]).expect("quarantined");
+    let repaired = failed.measures(MINIMUM).after_report("boot-2", &[]).expect("quarantined");
     assert_eq!(repaired.authors(), [HoldAuthor::Validation]);
-    repaired.validation(ValidationLevel::Deep).measures(MINIMUM).beats("boot-2", &[]).expect("active").expect_free();
+    repaired
+        .validation(ValidationLevel::Deep)
+        .measures(MINIMUM)
+        .after_report("boot-2", &[])
+        .expect("active")
+        .expect_free();
 }
 
 #[test]
