@@ -20,6 +20,7 @@ mod browser;
 mod citations;
 mod cluster;
 mod cluster_operations;
+mod code_names;
 mod connection_poolers;
 mod console_faults;
 mod console_keyboard;

@@ -19,6 +19,11 @@
 //! | [`log_gateway_access`] | the token with which a node pushes its logs |
 //! | [`package`] | the names of the agent's package in a registry |
 //! | [`error`] | the error envelope of every refused request |
+//! | [`validation`] | the validation of a machine with load: its order, and its report |
+//! | [`envelope`] | signed byte strings, in the form of DSSE v1 |
+//! | [`secret`] | secrets that are transmitted |
+//! | [`address`] | addresses as settings name them |
+//! | [`base64_bytes`] | byte strings in JSON |
 
 pub mod address;
 mod base64_bytes;

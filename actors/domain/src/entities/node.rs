@@ -45,8 +45,8 @@
 //! | `contact` | polls, heartbeats and ticks |
 //! | `gpu_claims` | what a command becomes where another node has the GPUs |
 //!
-//! This file dispatches commands to them. `request`, `instruction` and `fact` define the commands, `explanation` and `report_reasons` the texts for callers,
-//! `agent_task` the tasks that an agent receives, and `stored_node` the form in which a node is stored.
+//! This file dispatches commands to them. `request`, `instruction` and `fact` define the commands, `explanation` and `report_reasons` the
+//! texts for callers, `agent_task` the tasks that an agent receives, and `stored_node` the form in which a node is stored.
 //!
 //! # Order
 //!
