@@ -24,6 +24,9 @@ const MAX_CHECKS: usize = 4;
 /// Nodes that are read and parsed at once.
 const PAGE: usize = 256;
 
+/// Nodes whose versions are copied at once: searches wait meanwhile.
+const VERSIONS_PAGE: usize = 4096;
+
 /// The pause between two comparisons of a SKU is as long as the last one took, and no longer than this: refusals of a large SKU do not keep
 /// Postgres busy alone.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
@@ -245,7 +248,7 @@ impl FreeGpuIndex {
     /// `is_loaded`: the SKU was read before, and what it lacks is a difference.
     async fn compare(&self, sku: SkuId, is_loaded: bool) -> Result<(), StoreError> {
         // Before the read: a database that has an earlier version has gone back.
-        let known: BTreeMap<_, _> = self.lock().versions(sku).map(|known| (known.node_id, known)).collect();
+        let known = self.versions_of_sku(sku);
         let rows = self.reads.node_versions(sku, SCHEDULABLE).await?;
         let is_same = |node: &NodeId, version: i64| {
             known.get(node).is_some_and(|known| known.is_certain && known.version == version)
@@ -260,6 +263,19 @@ impl FreeGpuIndex {
         forgotten.iter().for_each(|known| self.lock().remove(known.node_id, known.version));
         to_read.extend(left.iter().map(|known| known.node_id));
         self.read(&to_read, &known, is_loaded).await
+    }
+
+    fn versions_of_sku(&self, sku: SkuId) -> BTreeMap<NodeId, IndexedVersion> {
+        let mut versions = BTreeMap::new();
+        loop {
+            let last = versions.last_key_value().map(|(node_id, _)| *node_id);
+            let page: Vec<_> = self.lock().versions(sku, last).take(VERSIONS_PAGE).collect();
+            let is_last = page.len() < VERSIONS_PAGE;
+            versions.extend(page.into_iter().map(|known| (known.node_id, known)));
+            if is_last {
+                return versions;
+            }
+        }
     }
 
     /// Reads these nodes into the index.

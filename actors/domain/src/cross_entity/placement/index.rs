@@ -7,6 +7,7 @@
 use super::{NodeCapacity, PlacementRequest, RegionCapacity, suggestion};
 use crate::id::{AllocationId, NodeId, SkuId};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,6 +38,8 @@ enum Certainty {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct SkuIndex {
     nodes: BTreeSet<NodeId>,
+    /// Those that have refused what the index expected: few, among however many nodes.
+    doubted: BTreeSet<NodeId>,
     regions: BTreeMap<String, RegionIndex>,
 }
 
@@ -129,9 +132,10 @@ impl PlacementIndex {
         }
     }
 
-    /// The versions of a SKU's nodes, in order of their ids.
-    pub fn versions(&self, sku_id: SkuId) -> impl Iterator<Item = IndexedVersion> + '_ {
-        let nodes = self.skus.get(&sku_id).into_iter().flat_map(|sku| &sku.nodes);
+    /// The versions of a SKU's nodes, in order of their ids, from the one that follows `after` on.
+    pub fn versions(&self, sku_id: SkuId, after: Option<NodeId>) -> impl Iterator<Item = IndexedVersion> + '_ {
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let nodes = self.skus.get(&sku_id).into_iter().flat_map(move |sku| sku.nodes.range((from, Bound::Unbounded)));
         nodes.filter_map(|node_id| self.version(*node_id))
     }
 
@@ -184,11 +188,9 @@ impl PlacementIndex {
     /// Whether a node may have room that is doubted, since it has refused another request: it has to be read before this one is refused.
     #[must_use]
     pub fn is_room_doubted(&self, wanted: &PlacementRequest<'_>, asked: &BTreeSet<NodeId>) -> bool {
-        let nodes = self.skus.get(&wanted.sku_id).into_iter().flat_map(|sku| &sku.nodes);
-        nodes.filter_map(|node_id| self.nodes.get(node_id)).any(|node| {
-            let capacity = &node.capacity;
-            let fits = wanted.admits(capacity) && wanted.has_room(capacity);
-            !node.is_shown() && fits && !asked.contains(&capacity.node_id)
+        let doubted = self.skus.get(&wanted.sku_id).into_iter().flat_map(|sku| &sku.doubted);
+        doubted.filter_map(|node_id| self.nodes.get(node_id)).any(|IndexedNode { capacity, .. }| {
+            wanted.admits(capacity) && wanted.has_room(capacity) && !asked.contains(&capacity.node_id)
         })
     }
 
@@ -232,6 +234,9 @@ impl PlacementIndex {
         self.take(node_id);
         let sku = self.skus.entry(node.capacity.sku_id).or_default();
         sku.nodes.insert(node_id);
+        if !node.is_shown() {
+            sku.doubted.insert(node_id);
+        }
         if node.is_shown() && (node.capacity.gpus_free > 0 || node.capacity.gpus_withheld > 0) {
             let region = sku.regions.entry(node.capacity.region_code.clone()).or_default();
             region.gpus_withheld += u64::from(node.capacity.gpus_withheld);
@@ -254,6 +259,7 @@ impl PlacementIndex {
         }
         if let Some(sku) = self.skus.get_mut(&node.capacity.sku_id) {
             sku.nodes.remove(&node_id);
+            sku.doubted.remove(&node_id);
             if let Some(region) = sku.regions.get_mut(&node.capacity.region_code).filter(|_| node.is_shown()) {
                 let free = free_node(&node.capacity);
                 region.by_free.remove(&free);

@@ -140,6 +140,12 @@ fn order(index: &PlacementIndex, wanted: &PlacementRequest<'_>) -> Vec<NodeId> {
     order
 }
 
+/// Whether a node that has refused has room by what is known of it: a scan of all.
+fn has_doubted_room(index: &PlacementIndex, wanted: &PlacementRequest<'_>) -> bool {
+    let fits = |node: &IndexedNode| wanted.admits(&node.capacity) && wanted.has_room(&node.capacity);
+    index.nodes.values().any(|node| node.certainty == Certainty::Doubted && fits(node))
+}
+
 fn rebuilt(index: &PlacementIndex) -> PlacementIndex {
     let mut other = PlacementIndex::default();
     for node in index.nodes.values().rev() {
@@ -149,6 +155,26 @@ fn rebuilt(index: &PlacementIndex) -> PlacementIndex {
 }
 
 proptest! {
+    #[test]
+    fn versions_that_are_read_in_pages_are_those_of_all_nodes(
+        nodes in prop::collection::vec((0..NODES).prop_flat_map(capacity_of), 0..20), page in 1usize..4,
+    ) {
+        let mut index = PlacementIndex::default();
+        for capacity in nodes {
+            index.apply(1, capacity);
+        }
+        let of_sku: Vec<_> = index.nodes.values().filter(|node| node.capacity.sku_id == sku(0)).map(|node| node.capacity.node_id).collect();
+        let mut read: Vec<NodeId> = Vec::new();
+        loop {
+            let page: Vec<_> = index.versions(sku(0), read.last().copied()).take(page).map(|known| known.node_id).collect();
+            if page.is_empty() {
+                break;
+            }
+            read.extend(page);
+        }
+        prop_assert_eq!(read, of_sku);
+    }
+
     #[test]
     fn index_asks_the_nodes_of_a_full_scan_once_it_was_checked(
         steps in prop::collection::vec(step(), 0..60), wanted in prop::collection::vec(request(), 8),
@@ -161,6 +187,10 @@ proptest! {
                 prop_assert!(node.version <= committed.nodes[node_id].0, "no version is invented");
                 let is_committed = committed.messages.contains(&(node.version, node.capacity.clone()));
                 prop_assert!(is_committed || node.certainty != Certainty::Committed, "what is certain was committed");
+            }
+            for wanted in &wanted {
+                let none = BTreeSet::new();
+                prop_assert_eq!(index.is_room_doubted(wanted, &none), has_doubted_room(&index, wanted), "{:?}", wanted);
             }
         }
         // A check reads all.
