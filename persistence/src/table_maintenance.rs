@@ -7,11 +7,8 @@ use sqlx::PgPool;
 use std::time::Duration;
 use uuid::Uuid;
 
-/// How long a command's reply is stored (decisions 2, *Idempotency-Key*).
-pub const COMMAND_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
-
-/// Deletes up to `limit` commands older than `kept`, by the database's clock. Returns how many: fewer than `limit` means that none is
-/// left. Several members may sweep at once; they skip each other's rows.
+/// Deletes up to `limit` commands older than `kept` (policy `retention.command_ids_hours`), by the database's clock. Returns how many: fewer
+/// than `limit` means that none is left. Several members may sweep at once; they skip each other's rows.
 ///
 /// # Errors
 /// [`StoreError`]

@@ -1,6 +1,7 @@
 //! `gpuaas retention`: how large the tables are and grow, what the policies keep, what the next run removes, and when the disk is full.
 
 use crate::workers::retention::retained_months;
+use crate::workers::table_maintenance::command_retention;
 use anyhow::Context;
 use chrono::{DateTime, Utc};
 use domain::EntityKind;
@@ -16,6 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The database and the disk.
 #[derive(Debug, clap::Args)]
@@ -88,7 +90,8 @@ pub async fn run(args: RetentionArgs) -> anyhow::Result<()> {
 
 async fn gather(pool: &PgPool, disk_bytes: Option<u64>, now: DateTime<Utc>) -> anyhow::Result<RetentionReport> {
     let now = retention::earlier_clock(pool, now).await?;
-    let months = retained_months(&Reads::new(pool.clone()).policy_book().await?, now);
+    let policy = Reads::new(pool.clone()).policy_book().await?;
+    let (months, commands) = (retained_months(&policy, now), command_retention(&policy, now));
     let cutoffs = RetentionCutoffs::of(months, now);
     let sizes = table_sizes(pool).await?;
     let growth = daily_growth(pool, &sizes, now).await?;
@@ -100,7 +103,7 @@ async fn gather(pool: &PgPool, disk_bytes: Option<u64>, now: DateTime<Utc>) -> a
         .map(|(name, size)| TableReport {
             bytes_per_day: growth.tables.get(&name).copied(),
             oldest: oldest.get(name.as_str()).cloned(),
-            retention: retention_of(&name, months),
+            retention: retention_of(&name, months, commands),
             next_run_removes: removals.get(name.as_str()).cloned().unwrap_or_default(),
             name,
             size,
@@ -113,16 +116,16 @@ async fn gather(pool: &PgPool, disk_bytes: Option<u64>, now: DateTime<Utc>) -> a
 }
 
 /// What keeps a table's rows, for operators.
-fn retention_of(table: &str, months: RetentionMonths) -> String {
+fn retention_of(table: &str, months: RetentionMonths, commands: Duration) -> String {
     let fixed = match table {
         "history" => return format!("{} months (retention.history_months)", months.history),
         "audit" => return format!("{} months (retention.audit_months)", months.audit),
         "entity" => {
             return format!("ended ones {} months (retention.ended_entities_months)", months.ended_entities);
         }
+        "command" => return format!("{} hours (retention.command_ids_hours)", commands.as_secs() / 3600),
         "audit_seal" | "audit_head" | "audit_checkpoint" => "as the audit log",
         "ledger" => "never removed",
-        "command" => "24 hours",
         "outbox" => "until the event's effect is committed",
         "recording" | "recording_chunk" => "terminal.recording_retention_days",
         "table_size" => "90 days",
@@ -283,12 +286,13 @@ mod tests {
             size,
             bytes_per_day,
             oldest: oldest.map(str::to_owned),
-            retention: retention_of(name, months),
+            retention: retention_of(name, months, Duration::from_secs(48 * 3600)),
             next_run_removes: removes.iter().map(|it| (*it).to_owned()).collect(),
         };
         let tables = vec![
             table("history", size(5 << 30, 31_000_000, 15), Some(300 << 20), Some("2025-01"), &["2025-01"]),
             table("entity", size(3 << 20, 900, 1), Some(-2048), Some("2024-11-02 10:00"), &["12 allocation"]),
+            table("command", size(1 << 20, 90, 1), Some(0), None, &[]),
             table("ledger", size(16_384, 0, 1), None, None, &[]),
         ];
         let database = DatabaseReport {
@@ -302,6 +306,7 @@ mod tests {
             "TABLE    SIZE      ROWS      PER DAY     OLDEST            RETENTION                                               NEXT RUN REMOVES",
             "history  5.0 GiB   31000000  +300.0 MiB  2025-01           13 months (retention.history_months)                    2025-01",
             "entity   3.0 MiB   900       -2.0 KiB    2024-11-02 10:00  ended ones 13 months (retention.ended_entities_months)  12 allocation",
+            "command  1.0 MiB   90        +0.0 KiB    -                 48 hours (retention.command_ids_hours)                  nothing",
             "ledger   16.0 KiB  0         unknown     -                 never removed                                           nothing",
             "",
             "The database has 6.0 GiB, with +1.0 GiB a day. 90.0 GiB are free: the disk is full in 90 days.",

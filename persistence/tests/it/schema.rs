@@ -9,6 +9,7 @@ use persistence::secrets::SecretError;
 use persistence::table_maintenance;
 use secrecy::{ExposeSecret, SecretSlice};
 use std::sync::Arc;
+use std::time::Duration;
 use uuid::Uuid;
 
 #[tokio::test]
@@ -31,27 +32,20 @@ async fn rows_of_a_month_without_a_partition_are_stored_and_block_nothing() {
     assert_eq!(store.count("history").await, 1);
 }
 
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
 #[tokio::test]
 async fn commands_are_deleted_after_their_retention_in_small_batches() {
     let store = TestStore::new().await;
     let commits: Vec<Commit> = (0..30).map(create).collect();
     store.commit_all(&commits).await;
-    assert_eq!(
-        table_maintenance::delete_commands(store.pool(), table_maintenance::COMMAND_RETENTION, 100).await.unwrap(),
-        0
-    );
+    assert_eq!(table_maintenance::delete_commands(store.pool(), DAY, 100).await.unwrap(), 0);
     sqlx::query("UPDATE command SET created_at = created_at - interval '25 hours' WHERE shard < 25")
         .execute(store.pool())
         .await
         .unwrap();
-    assert_eq!(
-        table_maintenance::delete_commands(store.pool(), table_maintenance::COMMAND_RETENTION, 20).await.unwrap(),
-        20
-    );
-    assert_eq!(
-        table_maintenance::delete_commands(store.pool(), table_maintenance::COMMAND_RETENTION, 20).await.unwrap(),
-        5
-    );
+    assert_eq!(table_maintenance::delete_commands(store.pool(), DAY, 20).await.unwrap(), 20);
+    assert_eq!(table_maintenance::delete_commands(store.pool(), DAY, 20).await.unwrap(), 5);
     assert_eq!(store.count("command").await, 5);
 }
 

@@ -32,8 +32,8 @@ const VERSION: &str = "v1";
 /// has a new id.
 const MAX_MESSAGE_AGE: TimeDelta = TimeDelta::seconds(30);
 
-/// The age up to which an event is accepted. The ids of its commands are stored for longer (`persistence::table_maintenance::COMMAND_RETENTION`), so
-/// that an event that is published again has no effect.
+/// The age up to which an event is accepted. The ids of its commands are stored for longer (policy `retention.command_ids_hours`), so that an
+/// event that is published again has no effect.
 const MAX_EVENT_AGE: TimeDelta = TimeDelta::hours(23);
 
 /// A process that sent nothing for so long is gone: its messages have arrived or are lost.

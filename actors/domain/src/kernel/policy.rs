@@ -186,6 +186,7 @@ policy_keys! {
     RetentionAudit = "retention.audit_months" for Service: int(24, 2, 1200), "Months for which the audit log is kept.";
     RetentionEndedEntities = "retention.ended_entities_months" for Service: int(13, 13, 1200), "Months for which allocations, sessions, rollouts and events that have ended are kept; longer than a refund may be asked for.";
     RetentionFleetHistory = "retention.fleet_history_months" for Service: int(25, 1, 120), "Months for which the hours of the fleet are kept: GPUs, rentals and revenue over time.";
+    RetentionCommandIds = "retention.command_ids_hours" for Service: int(24, 24, 720), "Hours for which the ids of commands, and the stored answers to an Idempotency-Key, are kept.";
     SkuApprovalTtl = "sku.approval_ttl_seconds" for Service: int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::cluster::ClusterState;
 use chrono::Utc;
+use domain::policy::{PolicyKey, ValueBounds};
 use ed25519_dalek::SigningKey;
 use edge::trust::current_keys::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use edge::trust::node_ca::NodeCa;
@@ -191,4 +192,10 @@ fn time_in_transit_is_counted_by_the_shared_time() {
     let ahead = at_time(2, 3, -5);
     let origin = ahead.check(&request(), Some(&header)).unwrap();
     assert_eq!(ahead.in_transit(&origin), Duration::ZERO);
+}
+
+#[test]
+fn command_ids_are_kept_for_longer_than_events_are_accepted_whatever_the_policy() {
+    let ValueBounds::Int { min, .. } = PolicyKey::RetentionCommandIds.bounds() else { panic!("hours are a number") };
+    assert!(TimeDelta::hours(min) > MAX_EVENT_AGE, "{min} hours");
 }
