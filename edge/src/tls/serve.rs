@@ -252,6 +252,11 @@ impl TlsServer {
                 // Detects peers that are gone without closing.
                 .keep_alive_interval(Duration::from_secs(30))
                 .keep_alive_timeout(Duration::from_secs(20));
+            if self.trust_domain.is_some() {
+                // A header in the table (RFC 7541, section 2.3.2) keeps the buffer that it was decoded from: 12 KiB of each agent that waits.
+                // An agent sends a few short headers twice a minute.
+                builder.header_table_size(0);
+            }
             let connection = Box::pin(builder.serve_connection(io, service));
             drive(connection, http2::Connection::graceful_shutdown, first, stop, address).boxed()
         } else {

@@ -427,6 +427,25 @@ async fn http_2_is_negotiated_where_the_client_offers_it() {
 }
 
 #[tokio::test]
+async fn listener_of_nodes_asks_http_2_clients_to_have_no_header_remembered() {
+    const HEADER_TABLE_SIZE: u16 = 1;
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
+    let mut stream = harness.connect(&harness.client(None, &[b"h2"])).await.unwrap();
+    // The preface, and settings without an entry (RFC 9113, sections 3.4 and 6.5).
+    stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+    let mut head = [0; 9];
+    stream.read_exact(&mut head).await.unwrap();
+    assert_eq!(head[3], 4, "the first frame has the settings: {head:?}");
+    let mut settings = vec![0; usize::from(u16::from_be_bytes([head[1], head[2]]))];
+    stream.read_exact(&mut settings).await.unwrap();
+    let entries = settings.as_chunks::<6>().0.iter();
+    let entries: Vec<_> = entries
+        .map(|it| (u16::from_be_bytes([it[0], it[1]]), u32::from_be_bytes([it[2], it[3], it[4], it[5]])))
+        .collect();
+    assert!(entries.contains(&(HEADER_TABLE_SIZE, 0)), "{entries:?}");
+}
+
+#[tokio::test]
 async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     install_crypto();
     let routes = Router::new().route(
