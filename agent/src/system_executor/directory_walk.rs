@@ -189,6 +189,15 @@ trait Visitor {
     fn notes_changes(&self) -> bool {
         false
     }
+    /// How many entries it has removed: a folder of which some is removed is listed again, so that the walk has few names of folders in memory
+    /// at a time, however many there are.
+    fn removed(&self) -> u64 {
+        0
+    }
+    /// How many names of folders may wait at once.
+    fn most_waiting(&self) -> usize {
+        usize::MAX
+    }
 }
 
 /// A walk in progress.
@@ -197,6 +206,8 @@ struct Walk<'a> {
     start: &'a Path,
     began: Moment,
     levels: Vec<Level>,
+    /// The folders of all levels that are yet to be entered.
+    waiting: usize,
     /// The names of all levels but the first.
     ancestors: Vec<CString>,
     lost_paths: usize,
@@ -214,6 +225,8 @@ struct Level {
     owner: u32,
     /// The folders in it that are yet to be entered, and who can move them.
     below: Vec<(CString, u32)>,
+    /// How many entries were removed when its listing ended before its end.
+    unlisted: Option<u64>,
 }
 
 impl<'a> Walk<'a> {
@@ -223,6 +236,7 @@ impl<'a> Walk<'a> {
             start,
             began: Moment::now(),
             levels: Vec::new(),
+            waiting: 0,
             ancestors: Vec::new(),
             lost_paths: 0,
             errors: Vec::new(),
@@ -234,12 +248,26 @@ impl<'a> Walk<'a> {
         let first = self.level(start, visitor);
         self.levels.extend(first);
         while let Some(level) = self.levels.last_mut() {
-            match level.below.pop() {
-                Some((name, owner)) => self.go_into(name, owner, visitor),
-                None => self.go_back(visitor),
+            if let Some((name, owner)) = level.below.pop() {
+                self.waiting -= 1;
+                self.go_into(name, owner, visitor);
+            } else if level.unlisted.take().is_some_and(|removed| removed < visitor.removed()) {
+                self.list_again(visitor);
+            } else {
+                self.go_back(visitor);
             }
         }
         self.errors
+    }
+
+    /// Lists the rest of the last level.
+    fn list_again(&mut self, visitor: &mut impl Visitor) {
+        let folder = self.levels.last().and_then(|level| level.folder.as_ref());
+        let again = folder.and_then(|folder| openat(folder, ".", FOLDER, Mode::empty()).ok());
+        let listed = again.and_then(|again| self.level(again, visitor));
+        if let (Some(listed), Some(level)) = (listed, self.levels.last_mut()) {
+            (level.below, level.unlisted) = (listed.below, listed.unlisted);
+        }
     }
 
     fn go_into(&mut self, name: CString, owner: u32, visitor: &mut impl Visitor) {
@@ -299,6 +327,7 @@ impl<'a> Walk<'a> {
         }
         let Some(lost) = self.ancestors.get(reached).cloned() else { return };
         self.levels.truncate(reached + 1);
+        self.waiting = self.levels.iter().map(|level| level.below.len()).sum();
         self.ancestors.truncate(reached);
         let owner = self.levels[reached].owner;
         self.note(Some(&lost), owner, WalkErrorCause::Moved);
@@ -335,8 +364,12 @@ impl<'a> Walk<'a> {
             }
         };
         let is_sticky = status.st_mode & Mode::S_ISVTX.bits() != 0;
-        let mut below = Vec::new();
+        let (mut below, mut unlisted) = (Vec::new(), None);
         for listed in listing.iter() {
+            if !below.is_empty() && self.waiting >= visitor.most_waiting() {
+                unlisted = Some(visitor.removed());
+                break;
+            }
             let listed = match listed {
                 Ok(listed) => listed,
                 Err(errno) => {
@@ -370,7 +403,10 @@ impl<'a> Walk<'a> {
             let entry =
                 WalkEntry { folder: folder.as_fd(), name: text, start, ancestors, is_folder: is_folder(&seen), id };
             match visitor.entry(&entry, &seen) {
-                Ok(true) => below.push((name.to_owned(), if is_sticky { seen.st_uid } else { owner })),
+                Ok(true) => {
+                    below.push((name.to_owned(), if is_sticky { seen.st_uid } else { owner }));
+                    self.waiting += 1;
+                }
                 Ok(false) => {}
                 Err(errno) => self.note(Some(name), owner, cause(errno)),
             }
@@ -378,7 +414,7 @@ impl<'a> Walk<'a> {
         if visitor.notes_changes() && !is_sticky && fstat(&folder).is_ok_and(|status| self.has_changed(&status)) {
             self.note(None, owner, WalkErrorCause::Changed);
         }
-        Some(Level { folder: Some(folder), id: (status.st_dev, status.st_ino), owner, below })
+        Some(Level { folder: Some(folder), id: (status.st_dev, status.st_ino), owner, below, unlisted })
     }
 
     fn has_changed(&self, status: &FileStat) -> bool {

@@ -2,17 +2,25 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
 use nix::sys::stat::{FileStat, Mode, fchmod, fstatat};
 use nix::unistd::{UnlinkatFlags, fchown, unlinkat};
+use tracing::info;
 
-use super::{FOLDER, Visitor, Walk, WalkEntry, id_of, is_folder, open_below, path_in};
+use super::{FOLDER, Visitor, Walk, WalkEntry, WalkError, id_of, is_folder, open_below, path_in};
 use crate::bounded_tool::{SHORT_LIMIT, Tool};
 use crate::system_executor::mounts::Mounts;
+
+/// Names of folders in memory at a time: a tenant may make millions of them in one folder.
+const MOST_WAITING: usize = 16_384;
+/// How often a removal that takes long is logged, and after how many entries the clock is looked at.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+const LOOK_AT_CLOCK: u64 = 1024;
 
 /// Removes the entry at a path with its content, also if it was made immutable. The folders of the path must be root's alone.
 ///
@@ -41,7 +49,7 @@ pub fn remove_at(path: &Path, mounts: &Mounts, owner: u32) -> io::Result<()> {
 /// Removes everything in the folder at a path, which stays. The folders of the path must be root's alone.
 pub fn empty(path: &Path, owner: u32) {
     if let Ok(opened) = openat(AT_FDCWD, path, FOLDER, Mode::empty()) {
-        Walk::of(path, &Mounts::default()).run(opened, &mut Removal { owner });
+        Removal::by(owner).run(path, &Mounts::default(), opened);
     }
 }
 
@@ -65,7 +73,7 @@ impl WalkEntry<'_> {
         if id_of(&opened) != Some(self.id) {
             return Err(Errno::ESTALE.into());
         }
-        let errors = Walk::of(&path, mounts).run(opened, &mut Removal { owner });
+        let errors = Removal::by(owner).run(&path, mounts, opened);
         match unlink(self.folder, self.name, UnlinkatFlags::RemoveDir) {
             Ok(()) | Err(Errno::ENOENT) => Ok(()),
             Err(errno) => Err(errors.first().map_or_else(|| errno.into(), |why| io::Error::other(why.to_string()))),
@@ -73,8 +81,41 @@ impl WalkEntry<'_> {
     }
 }
 
+/// A removal in progress. Files are removed as they are listed.
 pub(super) struct Removal {
-    pub(super) owner: u32,
+    owner: u32,
+    removed: u64,
+    logged_at: Instant,
+    most_waiting: usize,
+}
+
+impl Removal {
+    /// By this user, to whom folders are given.
+    pub(super) fn by(owner: u32) -> Self {
+        Self { owner, removed: 0, logged_at: Instant::now(), most_waiting: MOST_WAITING }
+    }
+
+    /// The same with few names of folders in memory.
+    #[cfg(test)]
+    pub(super) fn with_few_waiting(self, most_waiting: usize) -> Self {
+        Self { most_waiting, ..self }
+    }
+
+    /// Returns the first path that could not be removed.
+    pub(super) fn run(mut self, start: &Path, mounts: &Mounts, opened: OwnedFd) -> Vec<WalkError> {
+        let mut walk = Walk::of(start, mounts);
+        walk.most_errors = 1;
+        walk.run(opened, &mut self)
+    }
+
+    fn note(&mut self) {
+        self.removed += 1;
+        if self.removed.is_multiple_of(LOOK_AT_CLOCK) && self.logged_at.elapsed() >= LOG_INTERVAL {
+            self.logged_at = Instant::now();
+            let (uid, removed) = (self.owner, self.removed);
+            info!(uid, removed, "what a tenant has left is being removed");
+        }
+    }
 }
 
 impl Visitor for Removal {
@@ -89,12 +130,23 @@ impl Visitor for Removal {
     fn entry(&mut self, entry: &WalkEntry<'_>, _: &FileStat) -> Result<bool, Errno> {
         if !entry.is_folder {
             unlink(entry.folder, entry.name, UnlinkatFlags::NoRemoveDir)?;
+            self.note();
         }
         Ok(entry.is_folder)
     }
 
     fn leave(&mut self, folder: BorrowedFd<'_>, name: &OsStr) -> Result<(), Errno> {
-        unlink(folder, name, UnlinkatFlags::RemoveDir)
+        unlink(folder, name, UnlinkatFlags::RemoveDir)?;
+        self.note();
+        Ok(())
+    }
+
+    fn removed(&self) -> u64 {
+        self.removed
+    }
+
+    fn most_waiting(&self) -> usize {
+        self.most_waiting
     }
 }
 

@@ -169,7 +169,7 @@ fn folder_under_removal_is_closed_to_other_writers() {
     }
     let status = nix::sys::stat::stat(&open).unwrap();
     let opened = openat(AT_FDCWD, &open, FOLDER, Mode::empty()).unwrap();
-    Removal { owner: own() }.open(opened.as_fd(), &status);
+    Removal::by(own()).open(opened.as_fd(), &status);
     assert_eq!(nix::sys::stat::stat(&open).unwrap().st_mode & 0o777, 0o700);
     remove(&open).unwrap();
     assert!(!open.exists());
@@ -245,4 +245,54 @@ fn only_what_changed_during_a_walk_is_a_change_wherever_the_clock_is_set() {
         assert!(is_change(1_000_003 + ahead, later), "after it was set: {ahead}");
         assert!(!is_change(1_000_000 - 2 * 86_400, later), "before the walk: {ahead}");
     }
+}
+
+#[test]
+fn folder_of_many_files_and_folders_is_removed_with_few_names_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let (home, files) = (folder.path().join("home"), 5_000);
+    fs::create_dir(&home).unwrap();
+    for number in 0..files {
+        fs::write(home.join(format!("file-{number}")), b"").unwrap();
+    }
+    // Folders in folders: each level has more of them than may wait.
+    for (outer, inner) in (0..40).flat_map(|outer| (0..20).map(move |inner| (outer, inner))) {
+        let below = home.join(format!("folder-{outer}/below-{inner}"));
+        fs::create_dir_all(&below).unwrap();
+        fs::write(below.join("file"), b"").unwrap();
+    }
+    let opened = openat(AT_FDCWD, &home, FOLDER, Mode::empty()).unwrap();
+    assert_eq!(Removal::by(own()).with_few_waiting(7).run(&home, &Mounts::default(), opened), []);
+    assert_eq!(fs::read_dir(&home).unwrap().count(), 0);
+}
+
+/// Enters every folder, and removes none.
+struct FailingRemoval {
+    left: usize,
+}
+
+impl Visitor for FailingRemoval {
+    fn entry(&mut self, entry: &WalkEntry<'_>, _: &FileStat) -> Result<bool, Errno> {
+        Ok(entry.is_folder)
+    }
+
+    fn leave(&mut self, _: BorrowedFd<'_>, _: &OsStr) -> Result<(), Errno> {
+        self.left += 1;
+        Err(Errno::EBUSY)
+    }
+
+    fn most_waiting(&self) -> usize {
+        3
+    }
+}
+
+#[test]
+fn removal_of_folders_that_stay_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    for number in 0..20 {
+        fs::create_dir_all(folder.path().join(format!("{number}/below"))).unwrap();
+    }
+    let mut visitor = FailingRemoval { left: 0 };
+    let errors = run(folder.path(), &mut visitor);
+    assert!((1..=40).contains(&visitor.left) && errors.len() == visitor.left, "{}: {errors:?}", visitor.left);
 }
