@@ -519,13 +519,26 @@ fn has_host_mounts() -> bool {
 
 /// Creates the tenant's home, or finds the one that was created before. Its parent is root's, so no other user can replace it meanwhile.
 fn make_home(home: &Path, account: &TenantAccount) -> Result<(), TaskFailure> {
-    let failed = |error: io::Error| TaskFailure::from(FileError::at("make the home", home)(error));
+    let failed = |error: io::Error| {
+        let is_refused = error.kind() == io::ErrorKind::PermissionDenied;
+        let failure = TaskFailure::from(FileError::at("make the home", home)(error));
+        match mounts::why_root_is_refused(home).filter(|_| is_refused) {
+            Some(why) => TaskFailure::new(failure.code, format!("{}: {why}", failure.message)),
+            None => failure,
+        }
+    };
     match home.symlink_metadata() {
         Ok(metadata) if metadata.is_dir() && metadata.uid() == account.uid => return Ok(()),
         // A crash happened between its creation and its change of owner: it cannot contain anything of a tenant.
         Ok(metadata) if metadata.is_dir() && metadata.uid() == 0 => fs::remove_dir_all(home).map_err(failed)?,
-        Ok(_) => {
-            return Err(TaskFailure::new("home_exists", format!("{} is there and not the tenant's", home.display())));
+        Ok(metadata) => {
+            let (path, owner) = (home.display(), metadata.uid());
+            // A server that squashes root has given the folder that the agent made to another user.
+            let why = mounts::why_root_is_refused(home).map(|why| format!(": {why}")).unwrap_or_default();
+            return Err(TaskFailure::new(
+                "home_exists",
+                format!("{path} is there and is user {owner}'s, not the tenant's{why}"),
+            ));
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(failed(error)),

@@ -5,6 +5,7 @@
 mod failing_gpus;
 mod gpu_outages;
 mod hostile_tenants;
+mod homes_elsewhere;
 mod neighbours;
 mod overlay_machine;
 mod private_tmp;

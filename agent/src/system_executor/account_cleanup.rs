@@ -121,7 +121,7 @@ impl TenantLeftovers<'_> {
     /// Checks for every kind of leftover.
     #[must_use]
     pub fn check_removed(&self) -> Vec<CleanupFinding> {
-        let mut findings = vec![check_path_removed(CleanupCheck::Home, self.home), self.check_mounts()];
+        let mut findings = vec![self.check_home(), self.check_mounts()];
         findings.extend(self.private.check_removed(self.account));
         for (what, folder) in self.folders() {
             let looked_for = format!("files of uid {} in {}", self.account.uid, folder.display());
@@ -160,6 +160,16 @@ impl TenantLeftovers<'_> {
     fn folders_of(&self, place: &Path, mounts: &Mounts) -> Vec<PathBuf> {
         let below = mounts.searchable_below(place).filter(|_| place != self.homes);
         std::iter::once(place.to_owned()).chain(below).collect()
+    }
+
+    fn check_home(&self) -> CleanupFinding {
+        let mut found = check_path_removed(CleanupCheck::Home, self.home);
+        if found.outcome != FindingOutcome::Gone
+            && let Some(why) = mounts::why_root_is_refused(self.home)
+        {
+            found.detail = Some([found.detail.take().unwrap_or_default(), why].join(": "));
+        }
+        found
     }
 
     fn check_mounts(&self) -> CleanupFinding {

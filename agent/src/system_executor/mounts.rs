@@ -217,6 +217,27 @@ fn disks_of(table: &[u8]) -> Vec<LocalDisk> {
     by_device.into_values().collect()
 }
 
+/// What keeps root from the path, without links, where its file system is not the machine's own, and what to do about it. `None` where it is on
+/// one that knows this machine's root, or where the table cannot be read.
+#[must_use]
+pub fn why_root_is_refused(path: &Path) -> Option<String> {
+    refusal_of(&fs::read(TABLE).ok()?, path)
+}
+
+fn refusal_of(table: &[u8], path: &Path) -> Option<String> {
+    let lines: Vec<MountLine<'_>> = mount_lines(table).collect();
+    // The last one of those at the deepest mount point answers.
+    let below = lines.iter().filter(|line| path.starts_with(&line.point));
+    let line = below.max_by_key(|line| line.point.components().count()).filter(|line| !line.is_local())?;
+    let (kind, source) = (String::from_utf8_lossy(line.kind), unescaped(line.source));
+    Some(format!(
+        "{} is {kind} of {}, which may give this machine's root no rights; set SVC_NODE_AGENT_HOMES to a folder on a disk of the machine, or have \
+         its server trust root (NFS: no_root_squash)",
+        line.point.display(),
+        source.display()
+    ))
+}
+
 /// A file system that bounds what each user stores on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuotaFileSystem {
@@ -409,6 +430,17 @@ mod tests {
             [("/home", true), ("/data/a", true), ("/data/plain/a", false), ("/scratch/a", false), ("/run/user", false)]
         {
             assert_eq!(is_on_quota(table, Path::new(path)), is_bounded, "{path}");
+        }
+    }
+
+    #[test]
+    fn file_system_that_may_refuse_root_is_named_with_its_server_and_the_setting() {
+        let table = b"24 1 259:2 / / rw - ext4 /dev/sda1 rw\n25 24 0:45 / /home rw - nfs4 filer:/tenants rw,vers=4.2\n\
+            26 25 259:3 / /home/fast rw - xfs /dev/sdb rw\n";
+        let why = refusal_of(table, Path::new("/home/tena")).unwrap();
+        assert!(why.starts_with("/home is nfs4 of filer:/tenants") && why.contains("SVC_NODE_AGENT_HOMES"), "{why}");
+        for own in ["/homes/tena", "/home/fast/tena", "/"] {
+            assert_eq!(refusal_of(table, Path::new(own)), None, "{own}");
         }
     }
 
