@@ -367,9 +367,10 @@ impl Executor for System {
         self.accounts.note_written(task.allocation_id, |written| written.sudo_rules = rules)?;
         let may_sudo = sudoers::allow(&account.name, &self.settings.sudo_commands)?;
         self.restore_loopback_guard();
-        let has_new_limits = self.limit(&account, task.devices.len())?;
+        let (held, gpus) = (task.devices.len(), self.count_gpus());
+        let has_new_limits = self.limit(&account, held, gpus)?;
         self.guard.open(&self.gpus, &task.devices, &account, has_new_limits)?;
-        self.bound(&account, task.devices.len());
+        self.bound(&account, held, gpus);
         // Last: with its keys the tenant can log in, and everything else is ready.
         let keys = self.write_keys(task.allocation_id, &account.name, &task.authorized_keys)?;
         Ok(output([

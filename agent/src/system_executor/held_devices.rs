@@ -73,7 +73,7 @@ impl System {
     /// Opens those devices that the driver reports. Returns the first failure.
     fn open_each(&self, held: &AllocationRecord, account: &TenantAccount) -> Result<(), TaskFailure> {
         // systemd reads both with the slice.
-        let limited = self.limit(account, held.devices.len());
+        let limited = self.limit(account, held.devices.len(), self.count_gpus());
         let has_changed = *limited.as_ref().unwrap_or(&false);
         let open = |device: &DeviceRef| {
             let Some(node) = self.guard.node(&self.gpus, device)? else { return Ok(()) };

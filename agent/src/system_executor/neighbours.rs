@@ -76,18 +76,17 @@ impl System {
         log_unguarded(self.loopback.restore());
     }
 
-    /// Writes the tenant's share of the machine. Returns whether systemd has to read it, which the guard of its devices has it do.
-    pub(super) fn limit(&self, account: &TenantAccount, held: usize) -> Result<bool, TaskFailure> {
+    /// Writes the tenant's share of the machine, which has so many GPUs. Returns whether systemd has to read it, which the guard of its devices has it do.
+    pub(super) fn limit(&self, account: &TenantAccount, held: usize, gpus: usize) -> Result<bool, TaskFailure> {
         if self.limits.check().is_err() {
             return Ok(false);
         }
-        self.limits.write(account, held, self.count_gpus())
+        self.limits.write(account, held, gpus)
     }
 
     /// Sets the tenant's share of the disks, and reads back what the kernel bounds of its share of memory and processes. What it did not take
     /// is logged and is a finding; the tenant is set up all the same.
-    pub(super) fn bound(&self, account: &TenantAccount, held: usize) {
-        let gpus = self.count_gpus();
+    pub(super) fn bound(&self, account: &TenantAccount, held: usize, gpus: usize) {
         let mut faults = Vec::new();
         if let Err(why) = self.limits.check_taken(account, held, gpus) {
             faults.push(TenantFault { code: NOT_BOUNDED, why: chain(&why) });
@@ -111,21 +110,29 @@ impl System {
         }
     }
 
-    /// The same for tenants that an earlier agent has set up, with other settings perhaps.
+    /// The same for tenants that an earlier agent has set up, with other settings perhaps. For all at once: each may wait for systemd, and the
+    /// first heartbeat comes after them.
     pub(super) fn bound_present_tenants(&self) {
-        for (held, account) in self.present_tenants() {
-            let renewed = self.limit(&account, held.devices.len()).and_then(|it| self.guard.renew_slice(&account, it));
-            if let Err(failure) = renewed {
-                let (error_code, error) = (failure.code, failure.message);
-                warn!(
-                    error_code,
-                    error,
-                    user_name = account.name,
-                    "the bounds of a tenant cannot be written, and its previous ones stay; correct what the error names, and restart the agent"
-                );
+        let (tenants, gpus) = (self.present_tenants(), self.count_gpus());
+        std::thread::scope(|scope| {
+            for (held, account) in &tenants {
+                scope.spawn(move || self.bound_present_tenant(account, held.devices.len(), gpus));
             }
-            self.bound(&account, held.devices.len());
+        });
+    }
+
+    fn bound_present_tenant(&self, account: &TenantAccount, held: usize, gpus: usize) {
+        let renewed = self.limit(account, held, gpus).and_then(|it| self.guard.renew_slice(account, it));
+        if let Err(failure) = renewed {
+            let (error_code, error) = (failure.code, failure.message);
+            warn!(
+                error_code,
+                error,
+                user_name = account.name,
+                "the bounds of a tenant cannot be written, and its previous ones stay; correct what the error names, and restart the agent"
+            );
         }
+        self.bound(account, held, gpus);
     }
 
     pub(super) fn forget_bounds(&self, account: &TenantAccount) {
@@ -153,7 +160,7 @@ impl System {
 
     /// The GPUs that share the machine: also those that the driver does not read at this moment, so that the shares of all tenants never add
     /// up to more than the machine.
-    fn count_gpus(&self) -> usize {
+    pub(super) fn count_gpus(&self) -> usize {
         let held = self.allocations.all().into_iter().flat_map(|held| held.devices).map(|device| device.uuid);
         let stored = finding_log::stored_gpus(&self.state_dir).into_iter().map(|gpu| gpu.uuid);
         let unproved = self.allocations.unproved().all().into_keys();

@@ -89,6 +89,27 @@ fn start_writes_the_bounds_of_present_tenants_by_the_present_settings() {
 }
 
 #[test]
+fn start_bounds_all_present_tenants_at_once() {
+    overlay_machine::alone("tenant_bounds::start_bounds_all_present_tenants_at_once", || {
+        boot_with_groups(TAKEN);
+        let node = Node::start();
+        let tenants = ["one", "two", "three", "four"];
+        for (at, name) in tenants.into_iter().enumerate() {
+            node.make(Uuid::from_u128(at as u128), name, &[at]);
+        }
+        drop(node);
+        // Each answers once all have begun, and fails otherwise.
+        let count = "$(ls /run/begun | wc -l)";
+        see_in_slices(&format!(
+            "mkdir -p /run/begun; touch /run/begun/$$; for i in $(seq 80); do [ {count} -ge 4 ] && break; sleep 0.1; done\n\
+             [ {count} -ge 4 ] || exit 1\n{TAKEN}"
+        ));
+        let node = Node::start();
+        assert_eq!(findings_of(&node), Vec::<String>::new());
+    });
+}
+
+#[test]
 fn bounds_of_a_present_tenant_are_read_although_no_program_starts_in_its_slice() {
     overlay_machine::alone(
         "tenant_bounds::bounds_of_a_present_tenant_are_read_although_no_program_starts_in_its_slice",
