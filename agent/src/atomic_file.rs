@@ -44,15 +44,16 @@ pub fn write_without_sync(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Fi
     replace(path, bytes, mode, false).map_err(FileError::at("write", path))
 }
 
-/// The same for a file that all users may read, where it has another content. Returns whether it was written.
+/// The same where the file has another content or mode: a start of the agent needs no room for what is there. Returns whether it was written.
 ///
 /// # Errors
 /// [`FileError`]; the old content is then unchanged.
-pub fn write_if_changed(path: &Path, bytes: &[u8]) -> Result<bool, FileError> {
-    if fs::read(path).is_ok_and(|present| present == bytes) {
+pub fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> Result<bool, FileError> {
+    let has_mode = |metadata: fs::Metadata| metadata.is_file() && metadata.permissions().mode() & 0o7777 == mode;
+    if fs::symlink_metadata(path).is_ok_and(has_mode) && fs::read(path).is_ok_and(|present| present == bytes) {
         return Ok(false);
     }
-    write_without_sync(path, bytes, PUBLIC).map(|()| true)
+    write_without_sync(path, bytes, mode).map(|()| true)
 }
 
 fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()> {
@@ -69,18 +70,24 @@ fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         Ok(()) | Err(_) => {}
     }
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
-    // The process's umask may have removed bits.
-    file.set_permissions(Permissions::from_mode(mode))?;
-    file.write_all(bytes)?;
-    if durable {
-        file.sync_all()?;
+    let written = write_new(&temporary, bytes, mode, durable).and_then(|()| fs::rename(&temporary, path));
+    if let Err(error) = written {
+        // Half a file would take the last room of a disk that is full.
+        let _ = fs::remove_file(&temporary);
+        return Err(error);
     }
-    fs::rename(&temporary, path)?;
     if durable {
         sync_folder(folder)?;
     }
     Ok(())
+}
+
+fn write_new(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
+    // The process's umask may have removed bits.
+    file.set_permissions(Permissions::from_mode(mode))?;
+    file.write_all(bytes)?;
+    if durable { file.sync_all() } else { Ok(()) }
 }
 
 /// Creates a folder that only the agent's user can enter.
@@ -167,6 +174,25 @@ mod tests {
         write_atomically(&path, b"whole", PRIVATE).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"whole");
         assert_eq!(mode(&path), 0o600);
+    }
+
+    #[test]
+    fn write_that_fails_leaves_the_old_content_and_nothing_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        // A folder is not replaced by a file.
+        fs::create_dir(folder.path().join("key")).unwrap();
+        write_atomically(&folder.path().join("key"), b"whole", PRIVATE).unwrap_err();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn file_is_written_where_its_content_or_its_mode_differs() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rules");
+        let written = |bytes, mode| write_if_changed(&path, bytes, mode).unwrap();
+        assert!(written(b"one", PUBLIC) && !written(b"one", PUBLIC));
+        assert!(written(b"two", PUBLIC) && written(b"two", PRIVATE) && !written(b"two", PRIVATE));
+        assert_eq!((fs::read(&path).unwrap(), mode(&path)), (b"two".to_vec(), PRIVATE));
     }
 
     #[test]

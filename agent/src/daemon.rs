@@ -35,6 +35,7 @@ use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::integrity::IntegrityMonitor;
 use crate::inventory::{self, InventoryReadings};
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
+use crate::repeated_failures::RepeatedFailures;
 use crate::sandbox::Sandbox;
 use crate::server_clock::ServerClock;
 use crate::service_manager::ServiceManager;
@@ -329,7 +330,7 @@ pub async fn run_with(
                 issued = applicant.apply(method) => issued?,
                 () = stop.cancelled() => return Ok(()),
             };
-            enroll::follow_verifier_sets(&identities, &config.verifier_set, &mut verifiers, &issued.verifier_sets)?;
+            enroll::follow_verifier_sets(&identities, &config.verifier_set, &mut verifiers, &issued.verifier_sets);
             issued.identity
         }
     };
@@ -364,6 +365,7 @@ pub async fn run_with(
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
         heartbeat_now,
+        unstored: RepeatedFailures::default(),
         heartbeats_answered: watch::Sender::new(0),
         renew_within: watch::Sender::new(None),
         tasks,
@@ -414,6 +416,8 @@ struct Agent {
     poll_settings: watch::Sender<PollSettings>,
     /// Requests a heartbeat ahead of its schedule.
     heartbeat_now: Arc<Notify>,
+    /// While the authorities of nodes cannot be stored.
+    unstored: RepeatedFailures<()>,
     /// The number of answered heartbeats.
     heartbeats_answered: watch::Sender<u64>,
     /// Set when the certificate's authority is retired: the window within which the certificate is to be renewed.

@@ -29,6 +29,7 @@ use tracing::{info, warn};
 
 use crate::atomic_file::{self, FileError};
 use crate::bounded_tool::{Tool, ToolError};
+use crate::chain;
 use crate::full_jitter::Backoff;
 use crate::process_attributes;
 use crate::service_manager;
@@ -97,7 +98,7 @@ impl PamService {
     /// Only keys authenticate, which sshd decides. With systemd, the machine's own service puts logins into their users' slices.
     fn write(&self, systemd: bool) -> Result<(), FileError> {
         let text = Self::text(systemd && Self::path("sshd").exists());
-        atomic_file::write_without_sync(&Self::path(&self.name), text.as_bytes(), atomic_file::PUBLIC)
+        atomic_file::write_if_changed(&Self::path(&self.name), text.as_bytes(), atomic_file::PUBLIC).map(|_| ())
     }
 
     fn text(includes_machines: bool) -> String {
@@ -156,11 +157,13 @@ impl Sshd {
     fn use_service_name(&mut self, service: &PamService) -> io::Result<()> {
         // sshd re-executes itself by this path, which has to be absolute.
         let link = self.folder.canonicalize()?.join(&service.name);
-        match fs::remove_file(&link) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            Ok(()) | Err(_) => {}
+        if !fs::read_link(&link).is_ok_and(|present| present == self.program) {
+            match fs::remove_file(&link) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
+            std::os::unix::fs::symlink(&self.program, &link)?;
         }
-        std::os::unix::fs::symlink(&self.program, &link)?;
         self.program = link;
         Ok(())
     }
@@ -173,7 +176,16 @@ impl Sshd {
         let named = self.service.as_ref().map(|service| format!("{base}PAMServiceName {}\n", service.name));
         let mut checked = Ok(String::new());
         for text in named.into_iter().chain([base]) {
-            atomic_file::write_atomically(&self.config(), text.as_bytes(), atomic_file::PRIVATE)?;
+            if let Err(error) = atomic_file::write_if_changed(&self.config(), text.as_bytes(), atomic_file::PRIVATE) {
+                // Tenants log in by what an earlier agent wrote, where a disk is full.
+                warn!(
+                    error_code = "node_storage",
+                    error = chain(&error),
+                    "sshd keeps the configuration of its last start"
+                );
+                checked = Tool::new(&self.program).arg("-t").arg("-f").arg(self.config()).run(TOOL_LIMIT);
+                break;
+            }
             checked = Tool::new(&self.program).arg("-t").arg("-f").arg(self.config()).run(TOOL_LIMIT);
             if checked.is_ok() {
                 break;

@@ -184,7 +184,7 @@ impl System {
         };
         make_keys().map_err(FileError::at("create", &settings.keys))?;
         let guard = DeviceGuard::of_this_machine(settings.devices.clone(), settings.tenant_devices.clone());
-        let queues = state_dir.join("mqueue");
+        let queues = queues_folder(state_dir);
         let loopback = LoopbackGuard::new(state_dir, &settings);
         let limits = TenantLimits::of_this_machine(settings.limits.clone(), guard.slices.clone());
         let system = Self {
@@ -320,7 +320,7 @@ impl System {
         }
         if findings.iter().all(CleanupFinding::is_no_leftover) {
             self.allocations.free(task.allocation_id, &findings)?;
-            self.accounts.forget(task.allocation_id)?;
+            self.accounts.forget(task.allocation_id);
         }
         findings.push(self.allocations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(ended))]), findings })
@@ -440,6 +440,7 @@ impl Executor for System {
     }
 
     fn reconcile_devices(&self) -> bool {
+        self.accounts.store_pending();
         self.open_held_devices();
         unproved_gpus::prove(self.allocations.unproved(), &self.gpus)
     }
@@ -502,6 +503,13 @@ impl System {
         findings.push(self.allocations.check_removed(task.allocation_id));
         Ok(ReleaseOutcome { output: output([("processes_ended", json!(0))]), findings })
     }
+}
+
+/// The folder to look at message queues in. What is mounted there covers it for the thread that looks alone, so that any folder will do where a
+/// disk has no room for one more.
+fn queues_folder(state_dir: &Path) -> PathBuf {
+    let own = state_dir.join("mqueue");
+    if fs::create_dir_all(&own).is_ok() { own } else { state_dir.to_owned() }
 }
 
 /// Whether this process has the same mounts as the machine's first one.

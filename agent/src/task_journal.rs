@@ -4,11 +4,12 @@
 //! Append-only JSON lines. A line that decides whether an effect may happen (`started`, `done`) is synced before the agent continues;
 //! lines that wait together share one sync. A torn last line is what a crash leaves, and is dropped; a broken line elsewhere is
 //! corruption, and stops the agent.
+//!
+//! A disk that takes no line keeps no tenant: a release, which may be executed any number of times, begins without its line, and the results of
+//! all tasks count in memory. No other task begins. The file is written anew, whole, as soon as there is room.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
@@ -19,15 +20,15 @@ use uuid::Uuid;
 use wire::task::{OpenTerminal, TASK_TYPES, Task, TaskPayload, TaskResult, TaskStatus};
 
 use crate::atomic_file::{self, FileError};
+use crate::health::finding_log::Condition;
 use crate::server_clock::ServerClock;
+use writer::JournalWriter;
+
+mod writer;
 
 /// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin covers clocks that
 /// are set back.
 const REMEMBERED_AFTER_EXPIRY: TimeDelta = TimeDelta::minutes(10);
-/// Superfluous lines before the file is compacted.
-const SLACK_LINES: usize = 4096;
-/// The most lines that share one sync.
-const BATCH: usize = 256;
 
 /// One task, at the latest attempt that this agent has accepted.
 #[derive(Debug, Clone, PartialEq)]
@@ -80,6 +81,17 @@ impl JournalEntry {
             Self::Accepted { .. } | Self::Reported { .. } => false,
         }
     }
+
+    /// Whether the agent goes on where the disk does not take the line. What is done must be reported; and that a release has begun need not
+    /// outlive the process: the next one begins it again.
+    fn may_wait(&self, records: &Records) -> bool {
+        match self {
+            Self::Started { task_id, .. } => {
+                records.get(task_id).is_some_and(|record| matches!(record.payload.task, Task::Release(_)))
+            }
+            Self::Accepted { .. } | Self::Done { .. } | Self::Reported { .. } => true,
+        }
+    }
 }
 
 /// Why the journal cannot be read or written.
@@ -111,11 +123,13 @@ type Written = oneshot::Sender<Result<(), JournalError>>;
 #[derive(Debug)]
 pub struct Journal {
     records: Arc<Mutex<Records>>,
+    unwritten: Arc<Mutex<Option<String>>>,
     writer: mpsc::Sender<(JournalEntry, Written)>,
 }
 
 impl Journal {
-    /// Opens or creates the journal at `path`, and compacts it to what is still needed if the control plane's time is known.
+    /// Opens or creates the journal at `path`, and compacts it to what is still needed if the control plane's time is known. Where the disk has
+    /// no room for that, what is read counts all the same.
     ///
     /// # Errors
     /// [`JournalError`] when it cannot be read, or is corrupt.
@@ -123,15 +137,23 @@ impl Journal {
         let content = atomic_file::read_bytes_if_there(path)?.unwrap_or_default();
         let mut records = read(&content, path)?;
         forget(&mut records, clock);
-        let file = WriterFile::rewrite(path, &records)?;
         let records = Arc::new(Mutex::new(records));
-        let (writer, lines) = mpsc::channel();
-        let (shared, clock) = (Arc::clone(&records), clock.clone());
+        let unwritten = Arc::default();
+        let writer = JournalWriter::open(path, (Arc::clone(&records), Arc::clone(&unwritten)), clock);
+        let (sender, lines) = mpsc::channel();
         std::thread::Builder::new()
             .name("journal".to_owned())
-            .spawn(move || write_until_closed(file, &lines, &shared, &clock))
+            .spawn(move || writer.write_until_closed(&lines))
             .map_err(|error| JournalError::Write(Arc::new(error)))?;
-        Ok(Self { records, writer })
+        Ok(Self { records, unwritten, writer: sender })
+    }
+
+    /// The condition that the disk does not take what this journal has, which names why.
+    #[must_use]
+    pub fn condition(&self) -> Option<Condition> {
+        let why = lock(&self.unwritten).clone()?;
+        let detail = format!("{why}; tenants are released all the same, and no other task begins until there is room");
+        Some(Condition::of_machine("disk", "full", detail))
     }
 
     /// Forgets what is over, once the control plane's time is known.
@@ -174,7 +196,8 @@ impl Journal {
         lock(&self.records).values().filter_map(|record| terminal_of(record, at)).cloned().collect()
     }
 
-    /// Appends a line. Returns when it is written, and durable if an effect depends on it.
+    /// Appends a line. Returns when it is written, and durable if an effect depends on it; or, where the disk does not take it and it may wait,
+    /// when it counts in memory.
     ///
     /// # Errors
     /// [`JournalError`]; the caller must not continue as if the line were written.
@@ -276,118 +299,8 @@ fn is_needed(record: &TaskRecord, now: DateTime<Utc>) -> bool {
     }
 }
 
-fn lines_of(record: &TaskRecord) -> Vec<JournalEntry> {
-    let (task_id, attempt) = (record.payload.task_id, record.attempt);
-    let mut lines = vec![JournalEntry::Accepted { payload: record.payload.clone() }];
-    match &record.phase {
-        Phase::Accepted => {}
-        Phase::Started => lines.push(JournalEntry::Started { task_id, attempt, at: record.payload.issued_at }),
-        Phase::Done(result) => lines.push(JournalEntry::Done { task_id, result: result.clone() }),
-        Phase::Reported(result) => {
-            let at = result.finished_at;
-            lines.push(JournalEntry::Done { task_id, result: result.clone() });
-            lines.push(JournalEntry::Reported { task_id, attempt, ended: ReportOutcome::Recorded, at });
-        }
-    }
-    lines
-}
-
-fn encode(line: &JournalEntry, into: &mut Vec<u8>) -> io::Result<()> {
-    serde_json::to_writer(&mut *into, line)?;
-    into.push(b'\n');
-    Ok(())
-}
-
-struct WriterFile {
-    path: PathBuf,
-    file: File,
-    /// Bytes that are known to be whole lines.
-    length: u64,
-    lines: usize,
-}
-
-impl WriterFile {
-    fn rewrite(path: &Path, records: &Records) -> Result<Self, FileError> {
-        let mut bytes = Vec::new();
-        let mut lines = 0;
-        for line in records.values().flat_map(lines_of) {
-            encode(&line, &mut bytes).map_err(FileError::at("encode", path))?;
-            lines += 1;
-        }
-        atomic_file::write_atomically(path, &bytes, atomic_file::PRIVATE)?;
-        let file = OpenOptions::new()
-            .append(true)
-            .mode(atomic_file::PRIVATE)
-            .open(path)
-            .map_err(FileError::at("open", path))?;
-        Ok(Self { path: path.to_owned(), file, length: bytes.len() as u64, lines })
-    }
-
-    fn append(&mut self, batch: &[(JournalEntry, Written)]) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        for (line, _) in batch {
-            encode(line, &mut bytes)?;
-        }
-        let durable = batch.iter().any(|(line, _)| line.needs_sync());
-        let wrote = self.file.write_all(&bytes).and_then(|()| if durable { self.file.sync_data() } else { Ok(()) });
-        match wrote {
-            Ok(()) => {
-                self.length += bytes.len() as u64;
-                self.lines += batch.len();
-                Ok(())
-            }
-            Err(error) => {
-                // Half a line must not become the beginning of the next one.
-                self.file.set_len(self.length)?;
-                Err(error)
-            }
-        }
-    }
-}
-
-fn write_until_closed(
-    mut file: WriterFile,
-    lines: &mpsc::Receiver<(JournalEntry, Written)>,
-    records: &Mutex<Records>,
-    clock: &ServerClock,
-) {
-    while let Ok(first) = lines.recv() {
-        let mut batch = vec![first];
-        batch.extend(lines.try_iter().take(BATCH - 1));
-        match file.append(&batch) {
-            Ok(()) => {
-                for (line, written) in batch {
-                    apply(&mut lock(records), line);
-                    // The caller may have stopped waiting; the line counts all the same.
-                    let _ = written.send(Ok(()));
-                }
-            }
-            Err(error) => {
-                let error = Arc::new(error);
-                for (_, written) in batch {
-                    let _ = written.send(Err(JournalError::Write(Arc::clone(&error))));
-                }
-            }
-        }
-        compact_if_long(&mut file, records, clock);
-    }
-}
-
-fn compact_if_long(file: &mut WriterFile, records: &Mutex<Records>, clock: &ServerClock) {
-    let mut records = lock(records);
-    if file.lines < records.len() * 3 + SLACK_LINES {
-        return;
-    }
-    forget(&mut records, clock);
-    match WriterFile::rewrite(&file.path, &records) {
-        Ok(shorter) => *file = shorter,
-        // The uncompacted file is equivalent.
-        Err(error) => tracing::warn!(error = crate::chain(&error), "the journal could not be compacted"),
-    }
-}
-
-fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
-    records.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -665,13 +578,47 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn journal_without_room_takes_releases_and_results_begins_nothing_else_and_is_written_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        // No file can be written where this folder is.
+        let in_the_way = folder.path().join(".journal.new");
+        fs::create_dir(&in_the_way).unwrap();
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        assert!(journal.condition().unwrap().detail.contains("could not write"), "{:?}", journal.condition());
+        let release = Release { allocation_id: Uuid::from_u128(9), user_name: "gpu-9".to_owned(), devices: Vec::new() };
+        let release = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
+        let (of_release, other) = (release.task_id, payload(2, 1, soon()));
+        let of_other = other.task_id;
+        let started = |task_id| JournalEntry::Started { task_id, attempt: 1, at: Utc::now() };
+        for payload in [release, other] {
+            journal.append(JournalEntry::Accepted { payload }).await.unwrap();
+        }
+        journal.append(started(of_release)).await.unwrap();
+        assert!(journal.is_in_clean_up(Uuid::from_u128(9)));
+        let refused = journal.append(started(of_other)).await;
+        assert!(matches!(refused, Err(JournalError::Write(_))), "{refused:?}");
+        for task_id in [of_release, of_other] {
+            journal.append(JournalEntry::Done { task_id, result: result(1) }).await.unwrap();
+        }
+        fs::remove_dir(&in_the_way).unwrap();
+        let (attempt, ended, at) = (1, ReportOutcome::Recorded, Utc::now());
+        journal.append(JournalEntry::Reported { task_id: of_other, attempt, ended, at }).await.unwrap();
+        assert_eq!(journal.condition(), None);
+        drop(journal);
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        assert!(journal.has_released(Uuid::from_u128(9)));
+        assert_eq!(phase(&journal, 2), Phase::Reported(result(1)));
+    }
+
+    #[tokio::test]
     async fn long_journal_is_compacted_while_in_use() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         walk(&journal, 1, 1, 1).await;
         let line = JournalEntry::Accepted { payload: payload(1, 1, soon()) };
-        for _ in 0..SLACK_LINES + 10 {
+        for _ in 0..writer::SLACK_LINES + 10 {
             journal.append(line.clone()).await.unwrap();
         }
         assert!(fs::read_to_string(&path).unwrap().lines().count() < 100);

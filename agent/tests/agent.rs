@@ -3,7 +3,9 @@
 
 mod descriptor_store;
 mod fake_control_plane;
+mod full_disk;
 mod handover;
+mod hanging_mount;
 mod protocol_generations;
 mod proxy_pages;
 mod skipped_tests;

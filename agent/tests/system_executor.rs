@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
 mod failing_gpus;
+mod full_state_folder;
 mod gpu_outages;
-mod hostile_tenants;
 mod homes_elsewhere;
+mod hostile_tenants;
 mod neighbours;
 mod overlay_machine;
 mod private_tmp;

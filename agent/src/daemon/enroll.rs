@@ -195,14 +195,16 @@ pub(super) fn follow_verifier_sets(
     bundle: &VerifierSet,
     verifiers: &mut Verifiers,
     sets: &[VerifierSet],
-) -> Result<(), Fatal> {
+) {
     let before = verifiers.version();
     if let Err(error) = verifiers.follow(sets) {
         warn!(error_code = "verifier_set_refused", error = chain(&error), "a set of task-signing keys is refused");
     }
     if verifiers.version() > before {
-        identities.store_verifiers(bundle, verifiers.current())?;
+        // The next agent begins with the stored set, and the control plane sends it those that follow.
+        if let Err(error) = identities.store_verifiers(bundle, verifiers.current()) {
+            warn!(error_code = "node_storage", error = chain(&error), "the task-signing keys cannot be stored");
+        }
         info!(version = verifiers.version(), "task-signing keys rotated");
     }
-    Ok(())
 }

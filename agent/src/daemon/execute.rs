@@ -23,7 +23,7 @@ use crate::executor::{Executor, TaskFailure, TaskOutput};
 use crate::full_jitter::Backoff;
 use crate::node_api_client::NodeApiError;
 use crate::server_clock::ServerClock;
-use crate::task_journal::{JournalEntry, Phase, ReportOutcome};
+use crate::task_journal::{JournalEntry, JournalError, Phase, ReportOutcome};
 use crate::task_plan::{TaskPlan, plan};
 use crate::validation;
 
@@ -176,11 +176,18 @@ impl Agent {
             return None;
         }
         let (task_id, attempt) = (payload.task_id, payload.attempt);
-        if !self.append_to_journal(JournalEntry::Started { task_id, attempt, at: started_at }).await {
-            return None;
-        }
-        info!("task started");
-        let done = self.do_task(payload).await?;
+        let done = match self.journal.append(JournalEntry::Started { task_id, attempt, at: started_at }).await {
+            Ok(()) => {
+                info!("task started");
+                self.do_task(payload).await?
+            }
+            // It is not begun, so its failure is certain.
+            Err(error @ JournalError::Write(_)) => Err(TaskFailure::new("node_storage", chain(&error))),
+            Err(error) => {
+                self.fail(Fatal::Journal(error));
+                return None;
+            }
+        };
         let result = outcome(payload, done, started_at, self.clock.now());
         if !self.append_to_journal(JournalEntry::Done { task_id, result: result.clone() }).await {
             return None;

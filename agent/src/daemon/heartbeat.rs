@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::info;
+use tracing::{info, warn};
 use wire::VerifierSet;
 use wire::bundle::fingerprint;
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask};
@@ -12,6 +12,7 @@ use wire::task::TASK_TYPES;
 use super::execute::AttemptStage;
 use super::{Agent, BACKOFF_BASE, enroll, locked};
 use crate::bounded_reading::{BoundedReading, Reading};
+use crate::chain;
 use crate::full_jitter::Backoff;
 use crate::health::HealthMonitor;
 use crate::inventory::InventoryReadings;
@@ -101,6 +102,7 @@ impl Agent {
         let mut known = readings.inventory.conditions();
         known.extend(unproved_gpus::conditions(&self.executor.unproved_gpus()));
         known.extend(self.executor.unbounded_tenants());
+        known.extend(self.journal.condition());
         let observed = monitor.observe(&self.gpus, &self.clock, known).await;
         let node_ca_bundle_fingerprint = self.authorities(readings).await;
         let (source, executor) = (self.gpus.source(), self.executor.kind());
@@ -142,18 +144,23 @@ impl Agent {
 
     pub(super) fn follow_verifiers(&self, sets: &[VerifierSet]) {
         let mut verifiers = locked(&self.verifiers);
-        let followed = enroll::follow_verifier_sets(&self.identities, &self.config.verifier_set, &mut verifiers, sets);
-        drop(verifiers);
-        if let Err(fatal) = followed {
-            self.fail(fatal);
-        }
+        enroll::follow_verifier_sets(&self.identities, &self.config.verifier_set, &mut verifiers, sets);
     }
 
     fn follow_authorities(&self, answer: &HeartbeatAnswer) {
         if let Some(bundle) = &answer.node_ca_bundle_pem {
             match self.identities.store_node_cas(bundle) {
-                Ok(()) => info!(fingerprint = fingerprint(bundle), "the authorities of nodes changed"),
-                Err(error) => return self.fail(error.into()),
+                Ok(()) => {
+                    self.unstored.retain(|()| false);
+                    info!(fingerprint = fingerprint(bundle), "the authorities of nodes changed");
+                }
+                // The control plane sends them again with the answer to each heartbeat.
+                Err(error) => {
+                    let error = chain(&error);
+                    if self.unstored.is_to_be_logged((), &error) {
+                        warn!(error_code = "node_storage", error, "the authorities of nodes cannot be stored");
+                    }
+                }
             }
         }
         if let Some(seconds) = answer.renew_within_seconds {

@@ -12,10 +12,12 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
+use tracing::{info, warn};
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
@@ -143,6 +145,8 @@ pub struct Accounts {
     uids: RangeInclusive<u32>,
     records_path: PathBuf,
     records: Mutex<AccountRecords>,
+    /// Whether the file lacks what the records have.
+    is_unstored: AtomicBool,
     machine: SharedState,
 }
 
@@ -162,7 +166,8 @@ impl Accounts {
         };
         // Created at the start, so that its creation is not a change that a tenant causes.
         drop(machine.lock()?);
-        Ok(Self { uids, records_path, records: Mutex::new(records), machine })
+        let (records, is_unstored) = (Mutex::new(records), AtomicBool::new(false));
+        Ok(Self { uids, records_path, records, is_unstored, machine })
     }
 
     fn lock(&self) -> MutexGuard<'_, AccountRecords> {
@@ -284,17 +289,28 @@ impl Accounts {
             .to_vec()
     }
 
-    /// Forgets the allocation of the account. Its uid is never given again.
-    ///
-    /// # Errors
-    /// `node_storage`.
-    pub fn forget(&self, allocation_id: Uuid) -> Result<(), TaskFailure> {
+    /// Forgets the allocation of the account. Its uid is never given again. Records that the disk does not take keep no tenant: they are
+    /// stored by [`Self::store_pending`], and an agent that is started before has an account of which nothing is left.
+    pub fn forget(&self, allocation_id: Uuid) {
         let mut records = self.lock();
         let was_written = records.written.remove(&allocation_id).is_some();
-        if records.accounts.remove(&allocation_id).is_some() || was_written {
-            self.write(&records)?;
+        if (records.accounts.remove(&allocation_id).is_some() || was_written)
+            && let Err(failure) = self.write(&records)
+        {
+            warn!(
+                error_code = failure.code,
+                error = failure.message,
+                "the record of a tenant that has left is removed once there is room"
+            );
         }
-        Ok(())
+    }
+
+    /// Stores the records that the disk did not take.
+    pub fn store_pending(&self) {
+        let records = self.lock();
+        if self.is_unstored.load(Ordering::Relaxed) && self.write(&records).is_ok() {
+            info!("the records of accounts are stored again");
+        }
     }
 
     /// Stored before the account is created: a crash in between wastes a uid and gives none twice.
@@ -327,7 +343,9 @@ impl Accounts {
     fn write(&self, records: &AccountRecords) -> Result<(), TaskFailure> {
         let text =
             serde_json::to_vec_pretty(records).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
-        Ok(atomic_file::write_atomically(&self.records_path, &text, atomic_file::PRIVATE)?)
+        let written = atomic_file::write_atomically(&self.records_path, &text, atomic_file::PRIVATE);
+        self.is_unstored.store(written.is_err(), Ordering::Relaxed);
+        Ok(written?)
     }
 }
 
@@ -503,7 +521,7 @@ mod tests {
         assert_eq!(accounts.assign(one, "one").unwrap(), first);
         accounts.note_written(one, |written| written.sudo_rules = Some("digest".to_owned())).unwrap();
         assert_eq!(open().written(one).unwrap().sudo_rules.as_deref(), Some("digest"));
-        accounts.forget(one).unwrap();
+        accounts.forget(one);
         let accounts = open();
         assert_eq!(accounts.written(one), None);
         let second = accounts.assign(two, "two").unwrap();
@@ -555,6 +573,24 @@ mod tests {
         let next = || agent(&one).assign(Uuid::new_v4(), "one").unwrap().uid;
         assert_eq!([next(), next()], [70_004, 70_005]);
         assert_eq!(fs::read_to_string(machine.path().join("uids.json")).unwrap().matches("accounts.json").count(), 1);
+    }
+
+    #[test]
+    fn tenant_that_has_left_is_forgotten_although_the_records_cannot_be_written_and_they_are_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let accounts = open(folder.path(), 70_000..=70_001).unwrap();
+        let id = Uuid::from_u128(1);
+        accounts.assign(id, "tena").unwrap();
+        // No file can be written where this folder is.
+        let in_the_way = folder.path().join(".accounts.json.new");
+        fs::create_dir(&in_the_way).unwrap();
+        accounts.forget(id);
+        accounts.store_pending();
+        let stored = || open(folder.path(), 70_000..=70_001).unwrap().of(id);
+        assert_eq!((accounts.of(id), stored().map(|account| account.uid)), (None, Some(70_000)));
+        fs::remove_dir(&in_the_way).unwrap();
+        accounts.store_pending();
+        assert_eq!(stored(), None);
     }
 
     #[test]

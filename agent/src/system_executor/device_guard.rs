@@ -248,7 +248,7 @@ impl DeviceGuard {
         let shared = SHARED.iter().map(|name| self.devices.join(name)).chain(self.further.iter().cloned());
         let nodes: Vec<PathBuf> = nodes.iter().cloned().chain(shared.filter(|node| node.exists())).collect();
         let (path, text) = (folder.join("50-gpuaas.conf"), slice(&nodes));
-        if !atomic_file::write_if_changed(&path, text.as_bytes())? && !has_changed {
+        if !atomic_file::write_if_changed(&path, text.as_bytes(), atomic_file::PUBLIC)? && !has_changed {
             return Ok(());
         }
         reload().map_err(|error| {

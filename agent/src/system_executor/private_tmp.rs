@@ -122,9 +122,9 @@ impl PrivateTmp {
                 .map_err(FileError::at("create", RULES.as_ref()))?;
             if self.hides_processes {
                 let script = private_proc::script();
-                atomic_file::write_without_sync(&script_of(account), script.as_bytes(), PROGRAM)?;
+                atomic_file::write_if_changed(&script_of(account), script.as_bytes(), PROGRAM)?;
             }
-            atomic_file::write_without_sync(&rules_of(account), self.rules(account).as_bytes(), atomic_file::PUBLIC)?;
+            atomic_file::write_if_changed(&rules_of(account), self.rules(account).as_bytes(), atomic_file::PUBLIC)?;
         }
         Ok(())
     }

@@ -122,7 +122,7 @@ impl TenantLimits {
         let Ok(slices) = &self.slices else { return Ok(false) };
         let path = slices.join(format!("user-{}.slice.d", account.uid)).join(FILE);
         let text = self.share(held, gpus).as_drop_in();
-        Ok(atomic_file::write_if_changed(&path, text.as_bytes())?)
+        Ok(atomic_file::write_if_changed(&path, text.as_bytes(), atomic_file::PUBLIC)?)
     }
 
     /// Whether the kernel bounds a tenant as it was written: its slice shows it, or a program in the slice where it has none yet. In a slice

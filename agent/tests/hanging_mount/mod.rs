@@ -1,6 +1,7 @@
-//! A file system that answers nothing: FUSE, whose program never reads a request.
+//! File systems that fail: FUSE whose program never reads a request, so that nothing is answered, and one in memory that is full.
 
 use std::fs::File;
+use std::io::Write as _;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 
@@ -12,7 +13,7 @@ use nix::sched::{CloneFlags, unshare};
 pub struct OwnMounts(());
 
 /// While it lives, everything that asks the mount waits; after that, it gets an error.
-#[allow(unreachable_pub, reason = "as above")]
+#[allow(dead_code, unreachable_pub, reason = "as above, and not every crate of tests has one")]
 pub struct HangingMount {
     point: PathBuf,
     /// The requests, which are never read.
@@ -34,12 +35,47 @@ impl OwnMounts {
     }
 
     /// Mounts a file system that hangs at a folder.
+    #[allow(dead_code, reason = "not every crate of tests has one")]
     pub fn hang(&self, point: &Path) -> HangingMount {
         let point = point.canonicalize().unwrap();
         let requests = File::options().read(true).write(true).open("/dev/fuse").unwrap();
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
         mount(Some("hanging"), &point, Some("fuse"), MsFlags::empty(), Some(options.as_str())).unwrap();
         HangingMount { point, _requests: requests }
+    }
+
+    /// Mounts a file system with room for so many KiB at a folder.
+    #[allow(dead_code, reason = "not every crate of tests fills a disk")]
+    pub fn small(&self, point: &Path, kib: usize) -> SmallMount {
+        let (point, options) = (point.canonicalize().unwrap(), format!("size={kib}k,mode=700"));
+        mount(Some("small"), &point, Some("tmpfs"), MsFlags::empty(), Some(options.as_str())).unwrap();
+        SmallMount { point }
+    }
+}
+
+/// A file system that is soon full.
+#[allow(dead_code, unreachable_pub, reason = "as above")]
+pub struct SmallMount {
+    point: PathBuf,
+}
+
+#[allow(dead_code, unreachable_pub, reason = "as above")]
+impl SmallMount {
+    /// Leaves no room.
+    pub fn fill(&self) {
+        let mut ballast = File::options().create(true).append(true).open(self.point.join("ballast")).unwrap();
+        while ballast.write_all(&[b'x'; 4096]).is_ok() {}
+    }
+
+    /// Removes what has filled it.
+    pub fn make_room(&self) {
+        std::fs::remove_file(self.point.join("ballast")).unwrap();
+    }
+}
+
+impl Drop for SmallMount {
+    fn drop(&mut self) {
+        umount2(&self.point, MntFlags::MNT_DETACH).unwrap();
     }
 }
 
