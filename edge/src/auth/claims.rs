@@ -12,7 +12,7 @@ use crate::outbound::email_address::is_address;
 
 use super::{
     Caller, TokenRules,
-    jwks::{JwksError, PublishedKey},
+    jwks::{JwksError, PublishedKey, SignedToken, TokenSource},
     role_claims::{RoleReading, RoleRemark},
 };
 
@@ -161,6 +161,11 @@ impl<'a> UnverifiedToken<'a> {
 
     pub(super) fn is_signed_by(&self, key: &PublishedKey, algorithm: Algorithm) -> bool {
         jsonwebtoken::crypto::verify(self.signature, self.signed.as_bytes(), key.decoding(), algorithm).unwrap_or(false)
+    }
+
+    /// What is needed to find its key.
+    pub(super) fn as_signed(&self, algorithm: Algorithm, source: TokenSource) -> SignedToken<'_> {
+        SignedToken { kid: &self.kid, algorithm, signed: self.signed, source }
     }
 
     /// The bytes that were signed, and the signature.

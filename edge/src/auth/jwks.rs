@@ -1,11 +1,13 @@
 //! The identity provider's published keys (RFC 7517), found by OpenID Connect Discovery 1.0.
 //!
-//! An unknown key id causes a fetch, at a bounded rate and never twice at once; cached keys stay while the provider cannot be reached. A key
-//! is unknown after a complete fetch without it alone: a token of a key that the provider has just begun to use is no wrong one. A set is
-//! bounded in size and number, and fetching it in time.
+//! An unknown key id causes a fetch, at a bounded rate and never twice at once; cached keys stay while the provider cannot be reached, and no
+//! failure of a fetch touches a token whose key is cached. A key is unknown after a complete fetch without it alone: a token of a key that the
+//! provider has just begun to use is no wrong one. What a fetch has not found is remembered per token and not per key id, so that a caller
+//! who guesses the provider's next key id has no other caller refused. A set is bounded in size and number, and fetching it in time.
 
 use std::{
     collections::{BTreeSet, HashMap},
+    hash::{BuildHasher as _, RandomState},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -28,7 +30,7 @@ use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_
 const RSA_MIN_BYTES: usize = 256;
 /// The longest wait for the gap between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// How many key ids are remembered that a fetch has not found.
+/// How many tokens are remembered whose key a fetch has not found.
 const MAX_ABSENT: usize = 1024;
 
 /// How the provider's keys are fetched.
@@ -47,9 +49,8 @@ pub struct JwksSettings {
     pub min_refresh_gap: Duration,
     /// Between two forced refreshes.
     pub min_forced_gap: Duration,
-    /// How many requests at once wait for a refresh in flight, and as many more for the gap before the next one. The others are refused where
-    /// the cached keys are no older than `max_age`, and asked to retry where they are. A slow provider must not block all of the API's
-    /// request slots.
+    /// How many requests at once wait for a refresh in flight, and as many more for the gap before the next one. The others are asked to
+    /// retry. A slow provider must not block all of the API's request slots.
     pub max_waiting: usize,
     /// After which the keys are refreshed although none is missing, so that a withdrawn key ends.
     pub max_age: Duration,
@@ -92,6 +93,9 @@ pub enum JwksError {
     #[error("too many requests wait for the provider's keys")]
     TooManyWait,
 }
+    /// Beside cached keys that are young: most of these tokens are made up.
+    #[error("too many tokens of unknown keys wait for the next fetch of the provider's keys")]
+    TooManyUnknown,
 
 /// One key that the provider signs with.
 pub struct PublishedKey {
@@ -115,6 +119,16 @@ pub(super) enum TokenSource {
 }
 
 type KeySet = HashMap<String, Vec<Arc<PublishedKey>>>;
+/// A token as far as its key is looked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SignedToken<'a> {
+    pub(super) kid: &'a str,
+    pub(super) algorithm: Algorithm,
+    /// The text that was signed, which no other token has.
+    pub(super) signed: &'a str,
+    pub(super) source: TokenSource,
+}
+
 type Refresh = Shared<BoxFuture<'static, Result<(), JwksError>>>;
 
 /// The provider's keys, refreshed on demand.
@@ -131,24 +145,26 @@ struct Inner {
     /// Of requests that wait for the gap: made-up key ids do so at will, and take no permit of the others.
     pausing: Semaphore,
 }
+    /// Its keys are of this process alone: no caller makes a token with the digest of another one.
+    digests: RandomState,
 
 struct FetchedKeys {
     keys: KeySet,
     at: Instant,
-    /// Key ids that were looked for and are not among these.
-    absent: Mutex<BTreeSet<String>>,
+    /// The digests of tokens whose keys were looked for and are not among these.
+    absent: Mutex<BTreeSet<u64>>,
 }
 
 impl FetchedKeys {
     /// A repeated token of an unknown key does not wait for the gap again.
-    fn is_known_absent(&self, kid: &str, gap: Duration) -> bool {
-        self.at.elapsed() < gap && self.absent.lock().unwrap_or_else(PoisonError::into_inner).contains(kid)
+    fn is_known_absent(&self, token: u64, gap: Duration) -> bool {
+        self.at.elapsed() < gap && self.absent.lock().unwrap_or_else(PoisonError::into_inner).contains(&token)
     }
 
-    fn record_absent(&self, kid: &str) {
+    fn record_absent(&self, token: u64) {
         let mut absent = self.absent.lock().unwrap_or_else(PoisonError::into_inner);
         if absent.len() < MAX_ABSENT {
-            absent.insert(kid.to_owned());
+            absent.insert(token);
         }
     }
 }
@@ -170,7 +186,7 @@ impl Jwks {
         let permits = settings.max_waiting.min(Semaphore::MAX_PERMITS);
         let (waiting, pausing) = (Semaphore::new(permits), Semaphore::new(permits));
         let (keys, refreshing) = (ArcSwapOption::empty(), Mutex::default());
-        Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting, pausing })))
+        Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting, pausing, digests: RandomState::new() })))
     }
 
     /// Fetches the keys now, however fresh they are, or joins the fetch in flight. Returns the number of keys.
@@ -193,17 +209,12 @@ impl Jwks {
         Ok(self.0.keys.load().as_ref().map_or(0, |fetched| fetched.keys.values().map(Vec::len).sum()))
     }
 
-    /// The keys of this id that may sign with this algorithm; none where a fetch that was complete has not found the id, or where a request
-    /// has it, too many wait and the cached keys are young.
+    /// The keys that may have signed this token; none where a fetch that was complete has not found its key id.
     ///
     /// # Errors
     /// Where the id is unknown and the keys cannot be fetched at the moment.
-    pub(super) async fn keys_for(
-        &self,
-        kid: &str,
-        algorithm: Algorithm,
-        source: TokenSource,
-    ) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
+    pub(super) async fn keys_for(&self, token: SignedToken<'_>) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
+        let SignedToken { kid, algorithm, signed, source } = token;
         let (began, gap) = (Instant::now(), self.0.settings.min_refresh_gap);
         let mut has_paused = false;
         loop {
@@ -219,21 +230,22 @@ impl Jwks {
                     return Ok(found);
                 }
                 if fetched.at >= began {
-                    fetched.record_absent(kid);
+                let digest = self.0.digests.hash_one(signed);
+                    fetched.record_absent(digest);
                     return Ok(found);
                 }
-                if source == TokenSource::Request && fetched.is_known_absent(kid, gap) {
+                if source == TokenSource::Request && fetched.is_known_absent(digest, gap) {
                     return Ok(found);
                 }
             }
             match self.try_refresh() {
                 Ok(refresh) => {
-                    let Ok(_permit) = self.0.waiting.try_acquire() else { return self.without_wait(source) };
+                    let Ok(_permit) = self.0.waiting.try_acquire() else { return Err(self.too_many(source)) };
                     refresh.await?;
                 }
                 Err(pause) if has_paused || pause > LONGEST_PAUSE => return Err(JwksError::TooSoon),
                 Err(pause) => {
-                    let Ok(_permit) = self.0.pausing.try_acquire() else { return self.without_wait(source) };
+                    let Ok(_permit) = self.0.pausing.try_acquire() else { return Err(self.too_many(source)) };
                     tokio::time::sleep(pause).await;
                     has_paused = true;
                 }
@@ -241,11 +253,12 @@ impl Jwks {
         }
     }
 
-    /// The result for an unknown key id where too many wait: beside young keys it is most likely made up.
-    fn without_wait(&self, source: TokenSource) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
+    /// Why an unknown key id is not waited for. Beside young keys it is most likely made up, which is no fault of the provider's.
+    fn too_many(&self, source: TokenSource) -> JwksError {
         let max_age = self.0.settings.max_age;
         let is_young = self.0.keys.load().as_ref().is_some_and(|fetched| fetched.at.elapsed() < max_age);
-        if is_young && source == TokenSource::Request { Ok(Vec::new()) } else { Err(JwksError::TooManyWait) }
+        let is_flood = is_young && source == TokenSource::Request;
+        if is_flood { JwksError::TooManyUnknown } else { JwksError::TooManyWait }
     }
 
     /// Joins the refresh in flight, or starts one unless the last attempt is too recent: then the pause until the next one may start.

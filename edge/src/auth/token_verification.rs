@@ -5,14 +5,15 @@
 //! ([`super::signed_tokens::service_account`]).
 
 use super::claims::{self, TokenFault, UnverifiedToken};
-use super::jwks::TokenSource;
+use super::jwks::{JwksError, TokenSource};
 use super::openid_claims::{Expected, IdToken, LogoutToken, OpenIdFault};
 use super::{Authenticator, Caller, INVALID, MAX_TOKEN_LEN, challenge};
-use crate::http::error::ApiError;
+use crate::http::error::{ApiError, Code};
 use chrono::{DateTime, Utc};
 use serde_json::{Map, Value};
 
 const EXPIRED: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\", error_description=\"expired\"";
+const UNKNOWN_KEYS: &str = "Many tokens of keys that the identity provider has not published are being sent; try again after the time in Retry-After.";
 
 impl Authenticator {
     /// The caller that an access token names at this moment.
@@ -35,6 +36,8 @@ impl Authenticator {
     async fn caller_of(&self, token: &str, source: TokenSource) -> Result<Caller, ApiError> {
         self.verify_from(token, Utc::now(), source).await.map_err(|fault| {
             let error = match &fault {
+                // No fault of the service, and no verdict about the token: a client with a valid one repeats its request.
+                TokenFault::NoKeys(JwksError::TooManyUnknown) => ApiError::new(Code::RateLimited, UNKNOWN_KEYS),
                 TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),
                 TokenFault::Expired => challenge("The access token has expired; get a new one.", EXPIRED),
                 TokenFault::Revoked => challenge(
@@ -143,7 +146,7 @@ impl Authenticator {
 
     async fn verify_signature_from(&self, token: &UnverifiedToken<'_>, source: TokenSource) -> Result<(), TokenFault> {
         let algorithm = token.algorithm(&self.rules.algorithms)?;
-        let keys = self.jwks.keys_for(&token.kid, algorithm, source).await.map_err(TokenFault::NoKeys)?;
+        let keys = self.jwks.keys_for(token.as_signed(algorithm, source)).await.map_err(TokenFault::NoKeys)?;
         if keys.is_empty() {
             return Err(TokenFault::UnknownKey);
         }

@@ -305,7 +305,7 @@ async fn slow_provider_times_out_and_few_requests_wait_for_it() {
 }
 
 #[tokio::test]
-async fn unknown_key_is_refused_where_too_many_wait_and_the_cached_keys_are_young() {
+async fn unknown_key_is_no_wrong_one_where_too_many_wait() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let unknown = key("unknown", Algorithm::EdDSA);
     let token = sign(&header_of(&unknown), &provider.claims(), &unknown);
@@ -313,16 +313,33 @@ async fn unknown_key_is_refused_where_too_many_wait_and_the_cached_keys_are_youn
         let settings = JwksSettings { max_waiting: 0, max_age, ..provider.settings() };
         Authenticator::new(TokenRules::new(provider.issuer(), "gpuaas"), Jwks::new(settings).unwrap())
     };
+    // Made-up key ids beside young keys are no outage.
     for (max_age, expected) in
-        [(Duration::from_secs(3600), Code::Unauthenticated), (Duration::ZERO, Code::ServiceUnavailable)]
+        [(Duration::from_secs(3600), Code::RateLimited), (Duration::ZERO, Code::ServiceUnavailable)]
     {
         let authenticator = with_max_age(max_age);
         assert_eq!(code_for(&authenticator, &token).await, Err(Code::ServiceUnavailable), "no keys are cached");
         authenticator.jwks().refresh().await.unwrap();
         assert_eq!(code_for(&authenticator, &token).await, Err(expected), "{max_age:?}");
+        assert_eq!(code_for(&authenticator, &provider.token(|_| ())).await, Ok(()), "its key is cached");
         let issued = authenticator.verify_issued_token(&token).await.map(drop).map_err(|error| error.code());
         assert_eq!(issued, Err(Code::ServiceUnavailable), "the provider itself has issued it");
     }
+}
+
+#[tokio::test]
+async fn token_of_a_new_key_is_accepted_although_its_key_id_was_guessed_before() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let settings = JwksSettings { min_refresh_gap: Duration::from_secs(3), ..provider.settings() };
+    let authenticator = Authenticator::new(TokenRules::new(provider.issuer(), "gpuaas"), Jwks::new(settings).unwrap());
+    let (next, attacker) = (key("next", Algorithm::EdDSA), key("next", Algorithm::EdDSA));
+    let guessed = sign(&header_of(&attacker), &provider.claims(), &attacker);
+    assert_eq!(code_for(&authenticator, &guessed).await, Err(Code::Unauthenticated));
+    provider.publish(vec![provider.keys[0].jwk.clone(), next.jwk.clone()]).await;
+    // It follows the fetch by less than the gap.
+    let token = sign(&header_of(&next), &provider.claims(), &next);
+    assert_eq!(code_for(&authenticator, &token).await, Ok(()));
+    assert_eq!(code_for(&authenticator, &guessed).await, Err(Code::Unauthenticated), "its signature");
 }
 
 #[tokio::test]
