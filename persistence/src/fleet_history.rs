@@ -115,7 +115,7 @@ impl FleetHistory {
         Ok(stored > 0)
     }
 
-    /// The hours from one up to another that are not added up, oldest first, at most `most`.
+    /// The hours from one up to another that are not added up and not postponed, oldest first, at most `most`.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -123,16 +123,19 @@ impl FleetHistory {
         &self,
         from: Timestamp,
         until: Timestamp,
+        postponed: &[Timestamp],
         most: u32,
     ) -> Result<Vec<Timestamp>, StoreError> {
         sqlx::query_scalar(
             "SELECT hour FROM generate_series($1::timestamptz, $2::timestamptz - interval '1 hour', interval '1 hour') AS wanted (hour)
+             WHERE hour <> ALL ($4)
              EXCEPT SELECT hour FROM fleet_hour WHERE hour >= $1 AND hour < $2 AND added_up_at IS NOT NULL
              ORDER BY hour LIMIT $3",
         )
         .bind(from)
         .bind(until)
         .bind(i64::from(most))
+        .bind(postponed)
         .fetch_all(&self.pool)
         .await
         .doing("looking for hours that are not added up")

@@ -198,10 +198,13 @@ async fn hour_that_was_not_measured_is_a_gap_and_a_quiet_one_is_zero() {
         FleetHour { hour: hour(1), gpus: None, rentals: Some(None), revenue: Some(vec![]) },
     ];
     assert_eq!(fleet.hours(&FleetFilter::default()).await, expected);
-    let missing = async |from, until, most| fleet.history.hours_to_add_up(from, until, most).await.unwrap();
-    assert_eq!(missing(hour(0), hour(4), 10).await, [hour(0), hour(2), hour(3)]);
-    assert_eq!(missing(hour(0), hour(4), 2).await, [hour(0), hour(2)]);
-    assert_eq!(missing(hour(1), hour(2), 10).await, Vec::<Timestamp>::new());
+    let missing = async |from, until, postponed: &[Timestamp], most| {
+        fleet.history.hours_to_add_up(from, until, postponed, most).await.unwrap()
+    };
+    assert_eq!(missing(hour(0), hour(4), &[], 10).await, [hour(0), hour(2), hour(3)]);
+    assert_eq!(missing(hour(0), hour(4), &[], 2).await, [hour(0), hour(2)]);
+    assert_eq!(missing(hour(0), hour(4), &[hour(0), hour(3)], 2).await, [hour(2)]);
+    assert_eq!(missing(hour(1), hour(2), &[], 10).await, Vec::<Timestamp>::new());
 }
 
 #[tokio::test]

@@ -2,7 +2,8 @@
 //! hour after its end, and removes hours that are older than policy `retention.fleet_history_months` keeps.
 //!
 //! Every member tries; the first one writes an hour (`persistence::fleet_history`). After an outage the hours of the last week are added
-//! up later. The GPUs of an hour without a member that counts are not known, and shown as a gap.
+//! up later. The GPUs of an hour without a member that counts are not known, and shown as a gap. An hour that cannot be added up is tried
+//! again ever less often, so that however many of them keep no later hour from it.
 
 use super::WorkerDependencies;
 use crate::startup::Stages;
@@ -12,11 +13,13 @@ use chrono::{Months, TimeDelta};
 use domain::policy::{PolicyKey, Scopes};
 use domain::state_machine::Timestamp;
 use persistence::fleet_history::{HourlyGpus, hour_of};
-use persistence::outage_log::RetryLog;
+use persistence::outage_log::{self, RetryLog};
 use persistence::retention::earlier_clock;
 use persistence::{FleetHistory, Reads, StoreError};
+use prometheus::{IntGauge, Registry};
 use sqlx::PgPool;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
@@ -32,11 +35,16 @@ const ADDED_UP_AFTER: TimeDelta = TimeDelta::minutes(5);
 const ADDED_UP_WITHIN: TimeDelta = TimeDelta::days(7);
 /// In one round, so that GPUs are counted in between.
 const HOURS_PER_ROUND: u32 = 12;
+/// An hour is tried in so many rounds before it is postponed.
+const ATTEMPTS_AT_ONCE: u32 = 3;
+/// The pause of a postponed hour doubles with each further attempt.
+const FIRST_PAUSE: TimeDelta = TimeDelta::minutes(10);
+const LONGEST_PAUSE: TimeDelta = TimeDelta::hours(6);
 
 pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
-    let Stages { storage, actors, .. } = &parts.stages;
+    let Stages { registry, storage, actors, .. } = &parts.stages;
     let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
-    let worker = FleetHistoryWorker::new(storage.pool.clone(), storage.reads.clone(), environment);
+    let worker = FleetHistoryWorker::register(registry, storage.pool.clone(), storage.reads.clone(), environment)?;
     Ok(task(&Arc::new(worker), |worker| async move { worker.run().await }))
 }
 
@@ -46,12 +54,34 @@ pub struct FleetHistoryWorker {
     reads: Reads,
     history: FleetHistory,
     environment: Arc<dyn Environment>,
+    /// The hours that this process could not add up.
+    failing: Mutex<BTreeMap<Timestamp, FailingHour>>,
+    failing_hours: IntGauge,
+}
+
+/// An hour that could not be added up.
+#[derive(Clone, Copy, Debug)]
+struct FailingHour {
+    attempts: u32,
+    next_attempt_at: Timestamp,
 }
 
 impl FleetHistoryWorker {
-    #[must_use]
-    pub fn new(pool: PgPool, reads: Reads, environment: Arc<dyn Environment>) -> Self {
-        Self { history: FleetHistory::new(pool.clone()), pool, reads, environment }
+    /// # Errors
+    /// Where the registry has a metric of its name.
+    pub fn register(
+        registry: &Registry,
+        pool: PgPool,
+        reads: Reads,
+        environment: Arc<dyn Environment>,
+    ) -> prometheus::Result<Self> {
+        let failing_hours = IntGauge::new(
+            "fleet_history_failing_hours",
+            "Hours of the last week that this process could not add up for the fleet's history, and tries again ever less often.",
+        )?;
+        registry.register(Box::new(failing_hours.clone()))?;
+        let (history, failing) = (FleetHistory::new(pool.clone()), Mutex::default());
+        Ok(Self { history, pool, reads, environment, failing, failing_hours })
     }
 
     /// Measures, periodically.
@@ -91,14 +121,47 @@ impl FleetHistoryWorker {
 
     async fn add_up(&self, now: Timestamp) -> Result<usize, StoreError> {
         let until = hour_of(now - ADDED_UP_AFTER);
-        let hours = self.history.hours_to_add_up(until - ADDED_UP_WITHIN, until, HOURS_PER_ROUND).await?;
+        let from = until - ADDED_UP_WITHIN;
+        let postponed = self.postponed(from, now);
+        let hours = self.history.hours_to_add_up(from, until, &postponed, HOURS_PER_ROUND).await?;
         let mut added_up = Ok(0);
         for hour in hours {
             let added = self.history.add_up(hour, now).await;
+            self.note_attempt(hour, now, added.as_ref().err());
             // The first error is returned after the other hours: one that cannot be added up keeps none of them from it.
             added_up = added_up.and_then(|count| added.map(|added| count + usize::from(added)));
         }
         added_up
+    }
+
+    /// The hours whose next attempt is later. Those that left the window are forgotten.
+    fn postponed(&self, from: Timestamp, now: Timestamp) -> Vec<Timestamp> {
+        let mut failing = self.failing();
+        failing.retain(|hour, _| *hour >= from);
+        self.failing_hours.set(i64::try_from(failing.len()).unwrap_or(i64::MAX));
+        failing.iter().filter(|(_, of)| of.next_attempt_at > now).map(|(hour, _)| *hour).collect()
+    }
+
+    fn note_attempt(&self, hour: Timestamp, now: Timestamp, error: Option<&StoreError>) {
+        let mut failing = self.failing();
+        if let Some(error) = error {
+            let attempts = failing.get(&hour).map_or(1, |of| of.attempts.saturating_add(1));
+            failing.insert(hour, FailingHour { attempts, next_attempt_at: now + pause_after(attempts) });
+            if attempts == ATTEMPTS_AT_ONCE {
+                tracing::warn!(
+                    error = outage_log::chain(error),
+                    attempts,
+                    "the hour from {hour} of the fleet's history cannot be added up; later hours go on, and it is tried again ever less often"
+                );
+            }
+        } else if failing.remove(&hour).is_some_and(|of| of.attempts >= ATTEMPTS_AT_ONCE) {
+            tracing::info!("the hour from {hour} of the fleet's history is added up after all");
+        }
+        self.failing_hours.set(i64::try_from(failing.len()).unwrap_or(i64::MAX));
+    }
+
+    fn failing(&self) -> MutexGuard<'_, BTreeMap<Timestamp, FailingHour>> {
+        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn remove_old(&self, now: Timestamp) -> Result<(), StoreError> {
@@ -111,6 +174,12 @@ impl FleetHistoryWorker {
         }
         Ok(())
     }
+}
+
+/// How long an hour waits after so many failed attempts.
+fn pause_after(attempts: u32) -> TimeDelta {
+    let Some(doublings) = attempts.checked_sub(ATTEMPTS_AT_ONCE) else { return TimeDelta::zero() };
+    FIRST_PAUSE.checked_mul(1 << doublings.min(16)).unwrap_or(LONGEST_PAUSE).min(LONGEST_PAUSE)
 }
 
 /// The GPUs by SKU and region, from the sums that commits maintain.
@@ -156,7 +225,8 @@ mod tests {
 
         fn member(&self) -> FleetHistoryWorker {
             let environment = Arc::clone(&self.environment) as Arc<dyn Environment>;
-            FleetHistoryWorker::new(self.db.pool.clone(), Reads::new(self.db.pool.clone()), environment)
+            let (pool, reads) = (self.db.pool.clone(), Reads::new(self.db.pool.clone()));
+            FleetHistoryWorker::register(&Registry::new(), pool, reads, environment).unwrap()
         }
 
         async fn hours(&self) -> Vec<FleetHour> {
@@ -219,6 +289,38 @@ mod tests {
         assert_eq!(fleet.measured().await, expected);
         sqlx::query("ALTER TABLE fleet_hour DROP CONSTRAINT refused").execute(&fleet.db.pool).await.unwrap();
         assert_eq!(member.run_once(at(3, 11)).await.unwrap(), 1);
+    }
+
+    #[tokio::test]
+    async fn more_failing_hours_than_a_round_has_block_no_later_hour_and_are_added_up_once_they_can_be() {
+        let fleet = Fleet::new().await;
+        let member = fleet.member();
+        while member.run_once(at(0, 10)).await.unwrap() > 0 {}
+        let broken = i64::from(HOURS_PER_ROUND);
+        let refused = format!(
+            "ALTER TABLE fleet_hour ADD CONSTRAINT refused CHECK (hour NOT BETWEEN '{}' AND '{}' OR added_up_at IS NULL)",
+            at(0, 0).to_rfc3339(),
+            at(broken - 1, 0).to_rfc3339()
+        );
+        sqlx::query(sqlx::AssertSqlSafe(refused)).execute(&fleet.db.pool).await.unwrap();
+        let later = broken + 2;
+        for round in 0..i64::from(ATTEMPTS_AT_ONCE) {
+            member.run_once(at(later, 10 + round)).await.unwrap_err();
+        }
+        assert_eq!(member.failing_hours.get(), broken);
+        assert_eq!(member.run_once(at(later, 14)).await.unwrap(), 2, "the two hours after them");
+        assert_eq!(member.run_once(at(later, 15)).await.unwrap(), 0, "they are postponed");
+        member.run_once(at(later, 23)).await.unwrap_err();
+        sqlx::query("ALTER TABLE fleet_hour DROP CONSTRAINT refused").execute(&fleet.db.pool).await.unwrap();
+        assert_eq!(member.run_once(at(later, 40)).await.unwrap(), 0, "the pause has doubled");
+        assert_eq!(member.run_once(at(later, 43)).await.unwrap(), usize::try_from(broken).unwrap());
+        assert_eq!(member.failing_hours.get(), 0);
+    }
+
+    #[test]
+    fn pause_of_a_failing_hour_doubles_and_has_a_bound() {
+        let minutes = |attempts| pause_after(attempts).num_minutes();
+        assert_eq!([1, 2, 3, 4, 5, 9, u32::MAX].map(minutes), [0, 0, 10, 20, 40, 360, 360]);
     }
 
     #[tokio::test]

@@ -139,7 +139,7 @@ async fn measure_fleet(pool: &PgPool, rows: &SampleRows) {
     history.has_gpus(hour).await.unwrap();
     history.store_gpus(hour, hour, &gpus).await.unwrap();
     let week = hour - TimeDelta::days(7);
-    history.hours_to_add_up(week, hour, 24).await.unwrap();
+    history.hours_to_add_up(week, hour, &[hour], 24).await.unwrap();
     history.add_up(hour - TimeDelta::hours(1), hour).await.unwrap();
     let (month, until) = (hour - TimeDelta::days(31), hour + TimeDelta::hours(1));
     for filter in [FleetFilter::default(), FleetFilter { sku: Some(rows.skus[0]), region: Some("eu".to_owned()) }] {
