@@ -24,8 +24,8 @@ use telemetry::SpanContext;
 use tracing::{Instrument as _, Span, error_span, field};
 use uuid::Uuid;
 
-/// The encoding between members. A member reads its own version and the one before.
-const VERSION: u16 = 1;
+/// The newest encoding between members that this release reads. A command is sent in the earliest one that has all of it.
+const VERSION: u16 = domain::state_machine::VERSIONED_SKU_REVISIONS;
 
 /// The pause before a command for a shard without an owner is resent.
 const RETRY_PAUSE: Duration = Duration::from_millis(25);
@@ -151,9 +151,10 @@ impl Directory {
         let Ok(timeout) = (context.deadline - self.host.environment().now()).to_std() else {
             return Some(Err(AskError::Unavailable { reason: "the time for an answer has passed".to_owned() }));
         };
+        let encoding = command.encoding();
         let payload = serde_json::to_value(command).and_then(|command| {
             serde_json::to_vec(&Request {
-                v: VERSION,
+                v: encoding,
                 entity: EntityRef { kind: M::KIND, id },
                 asked: context.clone(),
                 remaining_ms: Some(millis(timeout)),

@@ -8,6 +8,8 @@ use domain::allocation::{self, Allocation, AuthorizedKey, Command, Rejection};
 use domain::authz::{Action, ResourceOwner, TokenRole, authorize};
 use domain::commit::Epoch;
 use domain::money::Price;
+use domain::sku::{self, Sku};
+use domain::state_machine::FIRST_ENCODING;
 use domain::{EntityKind, Principal, SkuId, SshKeyId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -59,6 +61,8 @@ enum Fate {
     AnswerMangled,
     /// Delivered and executed; the owner is lost before it replies.
     OwnerLost,
+    /// Delivered to a member of the release before, which reads the first encoding alone.
+    ToEarlierRelease,
 }
 
 /// A bus with one other member on it.
@@ -99,6 +103,10 @@ impl Remote for Bus {
             }
             let Some(other) = other else { return Err(RemoteError::NoResponders) };
             let in_transit = *self.in_transit.lock().unwrap();
+            if matches!(fate, Some(Fate::ToEarlierRelease)) && encoding_of(&payload) > FIRST_ENCODING {
+                let answer = Err(AskError::Unavailable { reason: "encoding 2 is not understood".to_owned() });
+                return Ok(serde_json::to_vec(&Response { v: FIRST_ENCODING, answer }).unwrap());
+            }
             let answer = other.serve(&payload, in_transit).await;
             match fate {
                 Some(Fate::OwnerLost) => Err(RemoteError::OwnerChanged),
@@ -107,11 +115,15 @@ impl Remote for Bus {
                     Err(RemoteError::TimedOut)
                 }
                 Some(Fate::AnswerMangled) => Ok(answer[..answer.len() / 2].to_vec()),
-                Some(Fate::Fails(_)) | None => Ok(answer),
+                Some(Fate::Fails(_) | Fate::ToEarlierRelease) | None => Ok(answer),
             }
         }
         .boxed()
     }
+}
+
+fn encoding_of(payload: &[u8]) -> u16 {
+    serde_json::from_slice::<Request>(payload).unwrap().v
 }
 
 /// One store, two members: `here` receives the commands, `there` may own the shard.
@@ -398,4 +410,44 @@ async fn malformed_request_is_answered_and_not_executed() {
         assert!(matches!(answer, Err(AskError::Unavailable { .. } | AskError::Broken { .. })), "{answer:?}");
     }
     assert_eq!(pair.commits(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn revision_of_a_version_is_refused_by_a_member_of_the_release_before_and_never_executed_without_its_version() {
+    let pair = Pair::owned_there().await;
+    let root = user("root", &[TokenRole::Admin]);
+    let ask = async |command: sku::Command| {
+        let permit = authorize(&root, command.action()).unwrap();
+        let asked = CommandContext::new(&permit, "c", pair.environment.now() + SECOND);
+        pair.here.ask::<Sku>(&permit, ALLOCATION, command, asked).await
+    };
+    let spec = sku::SkuSpec {
+        name: "h100".into(),
+        gpu_vendor: "nvidia".into(),
+        gpu_model: "H100".into(),
+        gpu_memory_mib: 80_000,
+        gpu_count: 4,
+        cpu_model: "x".into(),
+        cpu_cores: 64,
+        memory_mib: 512_000,
+        storage_gib: 4_000,
+        interconnect: None,
+        allowed_regions: vec!["eu".into()],
+        expected_hardware: None,
+    };
+    let (price, validation) = (Price::new("EUR", 100).unwrap(), sku::ValidationMinimums::default());
+    ask(sku::Command::Create { spec: Box::new(spec), price, validation }).await.unwrap();
+    let dearer = |if_version| sku::Command::Revise {
+        price: Some(Price::new("EUR", 200).unwrap()),
+        allowed_regions: None,
+        expected_hardware: None,
+        validation: None,
+        if_version,
+    };
+    pair.bus.next_is([Fate::ToEarlierRelease, Fate::ToEarlierRelease]);
+    let refused = ask(dearer(Some(1))).await;
+    assert!(matches!(refused, Err(AskError::Unavailable { .. })), "{refused:?}");
+    assert_eq!(pair.commits(), 1);
+    assert!(ask(dearer(None)).await.is_ok(), "what the release before understands is executed by it");
+    assert!(ask(dearer(Some(2))).await.is_ok(), "a member of this release checks the version");
 }

@@ -210,6 +210,16 @@ impl state_machine::Command for Command {
             Self::Tick => Action::Advance,
         }
     }
+
+    fn encoding(&self) -> u16 {
+        match self {
+            // A member of the release before would ignore the version, and overwrite what the administrator has not seen.
+            Self::Revise { if_version: Some(_), .. } => state_machine::VERSIONED_SKU_REVISIONS,
+            Self::Revise { if_version: None, .. } | Self::Create { .. } | Self::Approve(_) | Self::Tick => {
+                state_machine::FIRST_ENCODING
+            }
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]

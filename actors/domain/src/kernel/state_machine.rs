@@ -4,7 +4,9 @@ mod command;
 
 pub use crate::time::Timestamp;
 pub(crate) use command::impl_command_from;
-pub use command::{AnyCommand, Command, CommandSort, Maintenance, NoCommand, Request, TickOnly};
+pub use command::{
+    AnyCommand, Command, CommandSort, FIRST_ENCODING, Maintenance, NoCommand, Request, TickOnly, VERSIONED_SKU_REVISIONS,
+};
 
 use crate::audit::AuditRecord;
 use crate::authz::Principal;

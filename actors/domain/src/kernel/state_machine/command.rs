@@ -8,6 +8,11 @@ use serde_json::Value;
 use std::fmt;
 use std::marker::PhantomData;
 
+/// The encoding between members that every release knows.
+pub const FIRST_ENCODING: u16 = 1;
+/// The encoding in which a revision of a SKU may name the version that it is based on.
+pub const VERSIONED_SKU_REVISIONS: u16 = 2;
+
 /// The field of a command's JSON that names it.
 const TAG: &str = "command";
 
@@ -21,6 +26,13 @@ pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 's
     /// True of a command that creates the entity: under a new id there is nothing to load first.
     fn creates(&self) -> bool {
         false
+    }
+
+    /// The encoding between members that first has all of what the command says. A member of a release that does not know the encoding
+    /// refuses the command. One that has more than its receiver must not ignore, as a precondition that an earlier release has not, is of
+    /// the encoding that came with it.
+    fn encoding(&self) -> u16 {
+        FIRST_ENCODING
     }
 }
 
