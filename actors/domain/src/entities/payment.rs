@@ -28,7 +28,7 @@ use crate::authz::Principal;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId, UserId};
-use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR, MicroAmount};
 use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
@@ -184,7 +184,13 @@ pub enum Rejection {
     #[error("there is another payment of this id")]
     Exists,
     #[error("a deposit is between {min} and {max} minor units")]
-    Amount { min: i64, max: i64 },
+    Amount {
+        min: i64,
+        max: i64,
+        /// The payment's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<Currency>,
+    },
     #[error("a payment that is {state} cannot be opened")]
     Over { state: PhaseName },
     #[error("the payment is about {expected}, and this is about {given}")]
@@ -200,13 +206,25 @@ pub enum Rejection {
     #[error("it was paid longer than {days} days ago")]
     TooLate { days: i64 },
     #[error("{left} minor units of the payment can be refunded")]
-    MoreThanLeft { left: i64 },
+    MoreThanLeft {
+        left: i64,
+        /// The payment's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<Currency>,
+    },
     #[error("the payment has {MAX_REFUNDS} refunds, which is the most")]
     TooManyRefunds,
     #[error("the payment has no such refund, or nothing was taken for it")]
     RefundUnknown,
     #[error("{least} minor units are the least that can be refunded in {}", .currency.as_str())]
-    LessThanCharged { least: i64, currency: Currency },
+    LessThanCharged {
+        least: i64,
+        /// In which it was charged.
+        currency: Currency,
+        /// The payment's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        paid: Option<Currency>,
+    },
     #[error("the review of {processor_id} has ended ({decision}), and this report contradicts that")]
     Reviewed { processor_id: String, decision: ReviewDecision },
     #[error("a payment that is {state} is not under review")]
@@ -225,10 +243,12 @@ impl state_machine::Rejection for Rejection {
             Self::NotFound => Explanation::not_found("payment"),
             Self::Exists => Explanation::conflict("The payment exists already."),
             // The caller, who knows the amount, reports which of the two applies.
-            Self::Amount { min, max } => Explanation::invalid(
+            Self::Amount { min, max, currency } => Explanation::invalid(
                 format!(
-                    "`amount_minor` must be a whole number from {min} to {max}; policies \
-                 `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor` say so."
+                    "A payment is from {} to {}, as policies `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor` say; pay in an \
+                     amount between them: `gpuctl billing top-up --amount AMOUNT`.",
+                    text_of(min, currency.as_ref()),
+                    text_of(max, currency.as_ref())
                 ),
                 "amount_minor",
             )
@@ -265,13 +285,13 @@ impl state_machine::Rejection for Rejection {
                  lets nothing be refunded then."
             ))
             .limited_by(PolicyKey::AllocationRefundWindow, days),
-            Self::MoreThanLeft { left: ..=0 } => Explanation::conflict(
+            Self::MoreThanLeft { left: ..=0, .. } => Explanation::conflict(
                 "Nothing is left of the payment: all of it was given back, or is on its way back.",
             ),
-            Self::MoreThanLeft { left } => Explanation::invalid(
+            Self::MoreThanLeft { left, currency } => Explanation::invalid(
                 format!(
-                    "`amount_minor` must be a whole number from 1 to {left}, which is left of the \
-                 payment."
+                    "Of the payment {} are left; give back no more, and more than nothing, or leave `amount_minor` out for all of it.",
+                    text_of(left, currency.as_ref())
                 ),
                 "amount_minor",
             )
@@ -279,9 +299,11 @@ impl state_machine::Rejection for Rejection {
             Self::TooManyRefunds => Explanation::conflict(
                 "So many refunds were asked of this payment already; ask an administrator for more.",
             ),
-            Self::LessThanCharged { least, currency } => Explanation::invalid(
+            Self::LessThanCharged { least, currency, paid } => Explanation::invalid(
                 format!(
-                    "`amount_minor` must be at least {least}: the payment was charged in {}, and less is not a whole amount there.",
+                    "At least {} can be given back: the payment was charged in {}, and less is not a whole amount there. Give back more, or \
+                     leave `amount_minor` out for all of it.",
+                    text_of(least, paid.as_ref()),
                     currency.as_str()
                 ),
                 "amount_minor",
@@ -434,7 +456,7 @@ impl Payment {
         let [min, max] = [PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit]
             .map(|key| ctx.policy.int(key, &scopes, ctx.now));
         if !(min..=max).contains(&self.amount_minor) {
-            return Err(Rejection::Amount { min, max });
+            return Err(Rejection::Amount { min, max, currency: Some(self.currency) });
         }
         let audit = self.audit(
             AuditAction::PaymentsCreate,
@@ -648,9 +670,17 @@ impl Payment {
     }
 }
 
+/// The amount for people: in the currency, where that is known.
+fn text_of(minor: i64, currency: Option<&Currency>) -> String {
+    match (MicroAmount::of_minor(minor), currency) {
+        (Some(amount), Some(currency)) => amount.in_currency(currency),
+        (_, _) => format!("{minor} minor units"),
+    }
+}
+
 /// True of a valid amount in minor units.
 fn differs(expected: i64, expected_in: &Currency, given: i64, given_in: &Currency) -> Rejection {
-    let described = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
+    let described = |amount: i64, currency: &Currency| text_of(amount, Some(currency));
     Rejection::Differs { expected: described(expected, expected_in), given: described(given, given_in) }
 }
 

@@ -1,12 +1,17 @@
 //! Every refusal, as people read it.
 
 use super::*;
+use domain::money::Currency;
 use domain::{
     AllocationId, SshKeyId, allocation, billing_account, node, payment, policy, policy_values, processor_event,
     role_bindings, service_account, sku, tenant, terminal_session,
 };
 use std::fmt::Write as _;
 use uuid::Uuid;
+
+fn eur() -> Currency {
+    Currency::parse("EUR").unwrap()
+}
 
 fn row(table: &mut String, name: &str, error: &ApiError) {
     writeln!(table, "{name}: {} {} {}", error.code().status().as_u16(), error.code(), error.message()).unwrap();
@@ -22,7 +27,7 @@ fn value_outside_a_policy_is_refused_with_its_key() {
         (service_account::Rejection::TooManyKeys { limit: 7 }.explain(), PolicyKey::AuthServiceAccountKeysMax),
         (billing_account::Rejection::Amount { max: 7 }.explain(), PolicyKey::BillingAdjustmentMax),
         (billing_account::Rejection::TooLate { days: 7 }.explain(), PolicyKey::AllocationRefundWindow),
-        (payment::Rejection::Amount { min: 1, max: 7 }.explain(), PolicyKey::BillingMaximumDeposit),
+        (payment::Rejection::Amount { min: 1, max: 7, currency: None }.explain(), PolicyKey::BillingMaximumDeposit),
         (payment::Rejection::TooLate { days: 7 }.explain(), PolicyKey::AllocationRefundWindow),
     ];
     for (refusal, key) in refusals {
@@ -145,16 +150,17 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     for rejection in [
         payment::Rejection::NotFound,
         payment::Rejection::Exists,
-        payment::Rejection::Amount { min: 1_000, max: 100_000 },
+        payment::Rejection::Amount { min: 1_000, max: 100_000, currency: Some(eur()) },
+        payment::Rejection::Amount { min: 1_000, max: 100_000, currency: None },
         payment::Rejection::Over { state: payment::PhaseName::Expired },
         payment::Rejection::AlreadyPaid { state: payment::PhaseName::Paid },
         payment::Rejection::StillOpen,
         payment::Rejection::NotPaid { state: payment::PhaseName::Open },
         payment::Rejection::TooLate { days: 30 },
-        payment::Rejection::MoreThanLeft { left: 7 },
-        payment::Rejection::MoreThanLeft { left: 0 },
+        payment::Rejection::MoreThanLeft { left: 7, currency: Some(eur()) },
+        payment::Rejection::MoreThanLeft { left: 0, currency: Some(eur()) },
         payment::Rejection::TooManyRefunds,
-        payment::Rejection::LessThanCharged { least: 7, currency: domain::money::Currency::parse("JPY").unwrap() },
+        payment::Rejection::LessThanCharged { least: 7, currency: Currency::parse("JPY").unwrap(), paid: Some(eur()) },
         payment::Rejection::NotUnderReview { state: payment::PhaseName::Canceled },
         payment::Rejection::ReviewEnded { decision: payment::ReviewDecision::Dismissed },
     ] {

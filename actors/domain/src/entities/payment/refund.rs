@@ -150,10 +150,11 @@ impl Payment {
         let left = self.left_minor();
         let most_minor = amount_minor.unwrap_or(left);
         if most_minor <= 0 || most_minor > left {
-            return Err(Rejection::MoreThanLeft { left });
+            return Err(Rejection::MoreThanLeft { left, currency: Some(self.currency.clone()) });
         }
         if let Some(least) = self.least_refund_minor().filter(|least| most_minor < left.min(*least)) {
-            return Err(Rejection::LessThanCharged { least, currency: self.charged_currency().clone() });
+            let paid = Some(self.currency.clone());
+            return Err(Rejection::LessThanCharged { least, currency: self.charged_currency().clone(), paid });
         }
         let audit = self.audit(
             AuditAction::PaymentsRefund,

@@ -105,7 +105,11 @@ impl Payment {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         if !is_an_amount(reported.amount_minor) {
-            return Err(Rejection::Amount { min: 1, max: HIGHEST_BALANCE_MINOR });
+            return Err(Rejection::Amount {
+                min: 1,
+                max: HIGHEST_BALANCE_MINOR,
+                currency: Some(self.currency.clone()),
+            });
         }
         let ours = |id: &str| {
             let mut refunds = self.refunds.values().filter_map(|refund| refund.at_processor.as_ref());

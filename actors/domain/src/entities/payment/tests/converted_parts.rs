@@ -242,7 +242,8 @@ fn refund_that_is_no_whole_amount_where_it_was_charged_is_refused_with_the_least
     let mut life = in_yen();
     let small = Request::Refund { refund_id: refund_id(1), amount_minor: Some(6), reason: "r".into() };
     let refused = life.world.ask(&ann(), payment_id(0), small);
-    assert_eq!(refused, Err(Rejection::LessThanCharged { least: 7, currency: Currency::parse("JPY").unwrap() }));
+    let (currency, paid) = (Currency::parse("JPY").unwrap(), Some(eur()));
+    assert_eq!(refused, Err(Rejection::LessThanCharged { least: 7, currency, paid }));
     life.refund(Some(7), false, false);
     assert_eq!((life.at_processor, life.world.balance()), (776, 4_993));
 }

@@ -24,14 +24,14 @@ fn refund_is_debited_before_it_is_paid() {
     assert!(world.it().is_settled() && world.it().timer().is_none());
     // The same id is the same refund, and the rest is what is left.
     world.refund(1, Some(2_000)).unwrap();
-    assert_eq!(world.refund(2, Some(3_001)), Err(Rejection::MoreThanLeft { left: 3_000 }));
+    assert_eq!(world.refund(2, Some(3_001)), Err(Rejection::MoreThanLeft { left: 3_000, currency: Some(eur()) }));
     for amount in [0, -1, i64::MIN] {
-        assert_eq!(world.refund(2, Some(amount)), Err(Rejection::MoreThanLeft { left: 3_000 }));
+        assert_eq!(world.refund(2, Some(amount)), Err(Rejection::MoreThanLeft { left: 3_000, currency: Some(eur()) }));
     }
     world.refund(2, None).unwrap();
     world.hear_all();
     assert_eq!((world.balance(), world.it().left_minor()), (0, 0));
-    assert_eq!(world.refund(3, None), Err(Rejection::MoreThanLeft { left: 0 }));
+    assert_eq!(world.refund(3, None), Err(Rejection::MoreThanLeft { left: 0, currency: Some(eur()) }));
 }
 
 #[test]
