@@ -38,7 +38,10 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ),
     ("AND command = $2 AND version < $3", "the retained history of one entity"),
     ("AND kind = $2 AND kind <> 'usage'", "postings of one account beside its usage"),
-    ("sum(abs((entity.body->>'balance')::bigint", "compares each account of a member's shards, now and then"),
+    (
+        "sum(abs((entity.body->>'balance')::bigint",
+        "compares each account of a member's shards, once a minute: a balance that was altered shows at accounts without new postings, too",
+    ),
     ("AND owner = $2 AND sku = $3", "the allocations of one owner"),
     ("AND state = $2 AND sku = $3", "until a page is full; the rarer one of the two is found by its index"),
     (
@@ -59,7 +62,11 @@ const EXCEPTIONS: &[(&str, &str)] = &[
         "the auditor compares each node and account with the sums",
     ),
     ("SELECT id, state, sku, registration #>> '{sku,name}' AS name", "all nodes of the fleet, for its load"),
-    ("SELECT finding.value #>> '{reported,probe}' AS probe", "the nodes of a member's shards, for metrics"),
+    (
+        "SELECT finding.value #>> '{reported,probe}' AS probe",
+        "the nodes of a member's shards, for metrics, once a minute: an index that looks into bodies would have every commit of any entity write \
+         all indexes anew (no HOT updates)",
+    ),
     ("FROM jsonb_each(body #> '{identity,certificates}') AS certificate ) AS last", "as above"),
     (
         "SELECT id FROM entity WHERE kind = 'node' AND state NOT IN",
