@@ -13,6 +13,7 @@ use std::{
 };
 
 use arc_swap::ArcSwapOption;
+use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use futures::{
     FutureExt,
     future::{BoxFuture, Shared},
@@ -92,10 +93,10 @@ pub enum JwksError {
     TooSoon,
     #[error("too many requests wait for the provider's keys")]
     TooManyWait,
-}
     /// Beside cached keys that are young: most of these tokens are made up.
     #[error("too many tokens of unknown keys wait for the next fetch of the provider's keys")]
     TooManyUnknown,
+}
 
 /// One key that the provider signs with.
 pub struct PublishedKey {
@@ -118,7 +119,6 @@ pub(super) enum TokenSource {
     Provider,
 }
 
-type KeySet = HashMap<String, Vec<Arc<PublishedKey>>>;
 /// A token as far as its key is looked for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SignedToken<'a> {
@@ -129,6 +129,7 @@ pub(super) struct SignedToken<'a> {
     pub(super) source: TokenSource,
 }
 
+type KeySet = HashMap<String, Vec<Arc<PublishedKey>>>;
 type Refresh = Shared<BoxFuture<'static, Result<(), JwksError>>>;
 
 /// The provider's keys, refreshed on demand.
@@ -144,9 +145,9 @@ struct Inner {
     waiting: Semaphore,
     /// Of requests that wait for the gap: made-up key ids do so at will, and take no permit of the others.
     pausing: Semaphore,
-}
     /// Its keys are of this process alone: no caller makes a token with the digest of another one.
     digests: RandomState,
+}
 
 struct FetchedKeys {
     keys: KeySet,
@@ -229,8 +230,8 @@ impl Jwks {
                     }
                     return Ok(found);
                 }
-                if fetched.at >= began {
                 let digest = self.0.digests.hash_one(signed);
+                if fetched.at >= began {
                     fetched.record_absent(digest);
                     return Ok(found);
                 }
@@ -369,18 +370,14 @@ fn read_key(jwk: &Value) -> Option<(String, PublishedKey)> {
     }
     let (decoding, possible) = match (text("kty")?, text("crv")) {
         ("RSA", _) => {
-            let (modulus, exponent) = (text("n")?, text("e")?);
-            if significant_bytes(modulus)? < RSA_MIN_BYTES {
+            let (modulus, exponent) = (number(text("n")?)?, number(text("e")?)?);
+            if modulus.len() < RSA_MIN_BYTES {
                 return None;
             }
-            (DecodingKey::from_rsa_components(modulus, exponent).ok()?, AlgorithmFamily::Rsa.algorithms().to_vec())
+            (DecodingKey::from_rsa_raw_components(&modulus, &exponent), AlgorithmFamily::Rsa.algorithms().to_vec())
         }
-        ("EC", Some("P-256")) => {
-            (DecodingKey::from_ec_components(text("x")?, text("y")?).ok()?, vec![Algorithm::ES256])
-        }
-        ("EC", Some("P-384")) => {
-            (DecodingKey::from_ec_components(text("x")?, text("y")?).ok()?, vec![Algorithm::ES384])
-        }
+        ("EC", Some("P-256")) => (elliptic(text("x")?, text("y")?, 32)?, vec![Algorithm::ES256]),
+        ("EC", Some("P-384")) => (elliptic(text("x")?, text("y")?, 48)?, vec![Algorithm::ES384]),
         ("OKP", Some("Ed25519")) => (DecodingKey::from_ed_components(text("x")?).ok()?, vec![Algorithm::EdDSA]),
         _ => return None,
     };
@@ -394,8 +391,20 @@ fn read_key(jwk: &Value) -> Option<(String, PublishedKey)> {
     Some((kid, PublishedKey { algorithms, decoding }))
 }
 
-fn significant_bytes(encoded: &str) -> Option<usize> {
-    use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+/// A number without zero bytes in front. RFC 7518, section 2, has it in base64url without padding; some providers write base64, pad it, or put
+/// the zero byte of a signed number in front.
+fn number(encoded: &str) -> Option<Vec<u8>> {
+    let encoded = encoded.trim_end_matches('=').replace('+', "-").replace('/', "_");
     let bytes = URL_SAFE_NO_PAD.decode(encoded).ok()?;
-    Some(bytes.iter().skip_while(|byte| **byte == 0).count())
+    Some(bytes.into_iter().skip_while(|byte| *byte == 0).collect())
+}
+
+/// A point whose coordinates have so many bytes (RFC 7518, section 6.2.1.2); some providers leave their zero bytes out.
+fn elliptic(x: &str, y: &str, size: usize) -> Option<DecodingKey> {
+    let coordinate = |encoded: &str| {
+        let number = number(encoded)?;
+        let zeros = size.checked_sub(number.len())?;
+        Some(URL_SAFE_NO_PAD.encode([vec![0; zeros], number].concat()))
+    };
+    DecodingKey::from_ec_components(&coordinate(x)?, &coordinate(y)?).ok()
 }

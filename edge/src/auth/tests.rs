@@ -346,6 +346,42 @@ async fn keys_that_may_not_sign_are_ignored() {
     }
 }
 
+/// In base64 with padding.
+fn padded(encoded: &str, prefix: &[u8]) -> String {
+    use base64::engine::general_purpose::STANDARD;
+    STANDARD.encode([prefix, &URL_SAFE_NO_PAD.decode(encoded).unwrap()].concat())
+}
+
+#[tokio::test]
+async fn keys_in_the_encodings_of_some_providers_verify_their_tokens() {
+    let mut short = std::iter::repeat_with(|| key("e", Algorithm::ES256));
+    let is_short = |key: &Key| URL_SAFE_NO_PAD.decode(key.jwk["x"].as_str().unwrap()).unwrap()[0] == 0;
+    let provider = Provider::with(vec![key("r", Algorithm::RS256), short.find(is_short).unwrap()]).await;
+    let altered = |key: &Key, alter: &dyn Fn(&str) -> String, names: [&str; 2]| {
+        let mut jwk = key.jwk.clone();
+        for name in names {
+            jwk[name] = alter(jwk[name].as_str().unwrap()).into();
+        }
+        jwk
+    };
+    let (rsa, ec) = (&provider.keys[0], &provider.keys[1]);
+    let without_zeros = |text: &str| {
+        let bytes = URL_SAFE_NO_PAD.decode(text).unwrap();
+        b64(&bytes.into_iter().skip_while(|byte| *byte == 0).collect::<Vec<_>>())
+    };
+    for (what, key, jwk) in [
+        ("base64 with padding", rsa, altered(rsa, &|text| padded(text, &[]), ["n", "e"])),
+        ("a zero byte in front, as a signed number has", rsa, altered(rsa, &|text| padded(text, &[0]), ["n", "e"])),
+        ("a coordinate in base64", ec, altered(ec, &|text| padded(text, &[]), ["x", "y"])),
+        ("a zero byte in front of a coordinate", ec, altered(ec, &|text| padded(text, &[0]), ["x", "y"])),
+        ("a coordinate without its zero byte", ec, altered(ec, &without_zeros, ["x", "y"])),
+    ] {
+        provider.publish(vec![jwk]).await;
+        let token = sign(&header_of(key), &provider.claims(), key);
+        assert!(verdict(&provider.authenticator(), &token).await.is_ok(), "{what}");
+    }
+}
+
 #[tokio::test]
 async fn unknown_key_is_fetched_once_per_gap_for_all_requests() {
     let provider = Provider::with(vec![key("old", Algorithm::EdDSA)]).await;
