@@ -263,6 +263,11 @@ impl Server {
             // A server may quote what it received: only the code of its response is shown.
             let admitted = connection.auth(&[Mechanism::Plain, Mechanism::Login], credentials).await;
             admitted.map_err(|error| {
+                // Nothing was sent: some providers' servers take tokens alone, and a relay may know its clients by their addresses.
+                if error.is_client() {
+                    log_refusal("the login", &error);
+                    return SendFailure::temporary("the mail server offers no login by password (AUTH PLAIN or LOGIN)");
+                }
                 let code = error.status().map(|code| format!(" ({code})")).unwrap_or_default();
                 if error.is_permanent() {
                     log_refusal("the login", &error);

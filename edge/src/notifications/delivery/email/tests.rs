@@ -211,8 +211,23 @@ fn notification_content_never_becomes_a_mail_header() {
     }
 }
 
+#[tokio::test]
+async fn server_without_a_login_by_password_is_named_as_such() {
+    // Microsoft 365 with security defaults, and a relay that knows its clients by their addresses.
+    for greeting in ["250-mail.example\r\n250 AUTH XOAUTH2\r\n", "250 mail.example\r\n"] {
+        let mailer = server_with_login("EHLO", greeting, "ann:hunter2@").await;
+        let failure = mailer.send("ann@example.org", &MAIL).await.unwrap_err();
+        assert!(!failure.is_final && failure.why.contains("offers no login by password"), "{failure}");
+    }
+}
+
 /// A mail server that answers the command with these lines, and any other one with 250.
 async fn server_that_refuses(command: &'static str, answer: &'static str) -> Mailer {
+    server_with_login(command, answer, "").await
+}
+
+/// The same for a mailer that logs in, where `login` is not empty.
+async fn server_with_login(command: &'static str, answer: &'static str, login: &str) -> Mailer {
     use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -226,7 +241,7 @@ async fn server_that_refuses(command: &'static str, answer: &'static str) -> Mai
             write.write_all(answer.as_bytes()).await.unwrap();
         }
     });
-    Mailer::new(&config(&format!("smtp://127.0.0.1:{port}"))).unwrap()
+    Mailer::new(&config(&format!("smtp://{login}127.0.0.1:{port}"))).unwrap()
 }
 
 #[tokio::test]
