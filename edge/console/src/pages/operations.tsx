@@ -16,6 +16,8 @@ import { Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { Table } from "../ui/table.tsx";
 import { useAddress } from "../ui/use-address.ts";
+import { troubledMembers, troublesOf } from "./member-troubles.tsx";
+import { MEMBERS_MS, overdueQuery } from "./supervision-tree.tsx";
 
 const FleetCharts = lazyPart(() => import("./fleet-charts.tsx"), () => <p className="soft">The charts cannot be shown before the page is loaded again.</p>);
 
@@ -25,9 +27,6 @@ export const overviewQuery = {
   // A member that falls silent is no change of an entity.
   refetchInterval: () => Math.min(pollEvery(POLL_MS)(), MEMBERS_MS),
 };
-
-/** How often members are looked at. */
-const MEMBERS_MS = 30_000;
 
 export default function OperationsPage() {
   const overview = useQuery(overviewQuery);
@@ -58,6 +57,7 @@ export default function OperationsPage() {
                 <dd data-tone={data.silent_members.length > 0 ? "bad" : undefined}>{count(data.silent_members.length)}</dd>
                 <dd className="soft">of the cluster</dd>
               </div>
+              <TroubledMembers />
             </dl>
             <Card title="GPUs">
               <Table
@@ -122,6 +122,19 @@ export default function OperationsPage() {
       <Load />
       <Members />
     </Guard>
+  );
+}
+
+/** Members with a worker, a consumer or a clock that needs an operator. */
+function TroubledMembers() {
+  const tree = useQuery(overdueQuery);
+  const troubled = tree.data ? troubledMembers(troublesOf(tree.data.members)) : null;
+  return (
+    <div>
+      <dt>Members in trouble</dt>
+      <dd data-tone={troubled ? "bad" : undefined}>{troubled === null ? "–" : count(troubled)}</dd>
+      <dd className="soft">{troubled === null ? "not known" : troubled > 0 ? <Link to="/stuck">See why</Link> : "no parked worker, lag or wrong clock"}</dd>
+    </div>
   );
 }
 

@@ -14,10 +14,11 @@ import { Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { Table } from "../ui/table.tsx";
 import { useAddress, type Address } from "../ui/use-address.ts";
+import { MemberTroubles, troublesOf } from "./member-troubles.tsx";
 import { paymentReviewActions } from "./payment-review-actions.ts";
 import { pageOf, remediesOf, TREE } from "./remedies.ts";
 import { RestartEntity } from "./restart-entity.tsx";
-import { silentMembers, treeQuery } from "./supervision-tree.tsx";
+import { overdueQuery, silentMembers, treeQuery } from "./supervision-tree.tsx";
 
 type Entity = Schemas["EntityNode"];
 
@@ -58,17 +59,18 @@ export function merged(...lists: (readonly Entity[])[]): Entity[] {
 }
 
 export default function StuckPage() {
-  const overdue = useQuery(treeQuery({ overdue: "true" }));
+  const overdue = useQuery(overdueQuery);
   const parked = useQuery(treeQuery({ parked: "true" }));
   return (
     <Guard needs="operate_runtime">
       <Head title="Stuck" age={<Age query={overdue} />} />
-      <p className="soft page-note">Overdue: a wait is over its deadline. Parked: an entity has failed too often and is not tried any more. Each cause has a runbook of the book, which says what it means and what to do.</p>
+      <p className="soft page-note">Overdue: a wait is over its deadline. Parked: an entity has failed too often and is not tried any more. Members: a worker was given up, a consumer lags, or a clock is off. Each cause has a runbook of the book, which says what it means and what to do.</p>
       <Loaded query={overdue}>
         {(late) => (
           <Loaded query={parked}>
             {(failed) => {
               const causes = byCause(merged(late.entities, failed.entities));
+              const ofMembers = troublesOf(late.members);
               const silent = new Set([...late.silent, ...failed.silent]).size;
               return (
                 <>
@@ -79,7 +81,8 @@ export default function StuckPage() {
                   )}
                   {late.truncated && <More text="More are overdue than are shown here" filter={{ overdue: "true" }} />}
                   {failed.truncated && <More text="More are parked than are shown here" filter={{ parked: "true" }} />}
-                  {causes.length === 0 && <p className="none">Nothing is stuck.</p>}
+                  {causes.length + ofMembers.length === 0 && <p className="none">Nothing is stuck.</p>}
+                  <MemberTroubles of={ofMembers} />
                   {causes.map((cause) => (
                     <Card
                       key={`${cause.runbook} ${cause.cause}`}

@@ -2,10 +2,10 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import type { paths } from "../../generated/schema.d.ts";
-import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { api, dataOf, type Schemas } from "../api/client.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
-import { count, gpuctl, shortId, readable } from "../format/text.ts";
-import { Action, Guard } from "../ui/action.tsx";
+import { count, shortId, readable } from "../format/text.ts";
+import { Guard } from "../ui/action.tsx";
 import { Filters } from "../ui/filters.tsx";
 import { Card, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
@@ -16,12 +16,15 @@ import { When } from "../ui/time.tsx";
 import { Pager, Table } from "../ui/table.tsx";
 import { useAddress, type Address } from "../ui/use-address.ts";
 import { VirtualTable } from "../ui/virtual-table.tsx";
+import { RestartWorker } from "./restart-worker.tsx";
 
 type Entity = Schemas["EntityNode"];
 
 /** As many entities as the API gives in one answer. */
 const LIMIT = 1000;
 const ROW_PX = 34;
+/** How often members are looked at. */
+export const MEMBERS_MS = 30_000;
 
 type Kind = NonNullable<NonNullable<paths["/api/v1/admin/runtime/tree"]["get"]["parameters"]["query"]>["kind"]>;
 
@@ -49,6 +52,9 @@ export const treeQuery = (address: Address) => ({
   placeholderData: keepPreviousData,
   refetchInterval: pollEvery(POLL_MS),
 });
+
+/** What is overdue, with all members. It is read again for their sake, too: a member that falls silent or lags is no change of an entity. */
+export const overdueQuery = { ...treeQuery({ overdue: "true" }), refetchInterval: () => Math.min(pollEvery(POLL_MS)(), MEMBERS_MS) };
 
 export default function TreePage() {
   const [address, set] = useAddress();
@@ -118,6 +124,7 @@ function Member({ of: member }: { of: Schemas["MemberNode"] }) {
           { title: "State", cell: (worker) => <State of={worker.state} /> },
           { title: "Restarts", number: true, cell: (worker) => count(worker.restarts) },
           { title: "Since", cell: (worker) => <When at={worker.since} /> },
+          { title: "Queue", number: true, cell: (worker) => queueText(worker.queue) },
           { title: "Last error", cell: (worker) => <Plain>{worker.last_error}</Plain> },
           { title: "Actions", cell: (worker) => (worker.restartable ? <RestartWorker member={member} worker={worker.name} /> : "") },
         ]}
@@ -126,32 +133,10 @@ function Member({ of: member }: { of: Schemas["MemberNode"] }) {
   );
 }
 
-function RestartWorker({ member, worker }: { member: Schemas["MemberNode"]; worker: string }) {
-  return (
-    <Action
-      quiet
-      spec={{
-        id: `restart-worker:${member.id}:${worker}`,
-        label: "Restart…",
-        title: `Restart ${worker}`,
-        consequences: (
-          <p>
-            The worker on <Plain>{member.name}</Plain> stops and begins again; its failures are cleared.
-          </p>
-        ),
-        fields: [{ name: "reason", label: "Reason", maxLength: 500, help: "Recorded in the audit log." }],
-        command: (values) => gpuctl("restart", worker, ["--member", member.name], ["--reason", values["reason"]], "--yes"),
-        send: (values, key) =>
-          dataOf(
-            api.POST("/api/v1/admin/runtime/members/{member}/workers/{worker}/restart", {
-              params: { path: { member: member.id, worker }, ...keyed(key) },
-              body: values["reason"]?.trim() ? { reason: values["reason"].trim() } : {},
-            }),
-          ),
-        refreshes: ["tree"],
-      }}
-    />
-  );
+/** What waits, of what may wait; a consumer has no bound, since JetStream has its events. */
+function queueText(queue: Schemas["WorkerNode"]["queue"]): string {
+  if (!queue) return "–";
+  return queue.bound == null ? count(queue.waiting) : `${count(queue.waiting)} of ${count(queue.bound)}`;
 }
 
 const COLUMNS = ["Entity", "State", "Actor", "Waits for", "Deadline", "Member"];
