@@ -57,7 +57,7 @@ impl Browser {
         }
     }
 
-    async fn expect_gone(&mut self, at: &str) {
+    pub(crate) async fn expect_gone(&mut self, at: &str) {
         let until = Instant::now() + WAIT_TIMEOUT;
         while let Some(text) = self.text_of(at).await {
             assert!(Instant::now() < until, "{at} stays: {text}");

@@ -4,8 +4,7 @@
 use crate::browser::Browser;
 use reqwest::Method;
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
-use tests::cluster::{REGION, TestCluster, WAIT_TIMEOUT, ssh_public_key};
+use tests::cluster::{REGION, TestCluster, ssh_public_key};
 use wire::secret::SecretToken;
 
 /// More than the controls of any of these pages and their navigation.
@@ -104,7 +103,9 @@ async fn administrator_brings_a_machine_in_by_the_keyboard_alone() {
     bundle.enrollment_token = SecretToken::new(token);
     cluster.start_agent("bare-1", &bundle);
 
-    browser.expect_text("[aria-label=Onboarding]", "It takes allocations, done").await;
+    // Its steps are over with the last one.
+    browser.expect_text("main p.why .state", "active").await;
+    browser.expect_gone("[aria-label=Onboarding]").await;
     let rented = cluster.rent("h100", 1).await;
     let rented = rented.expect_state("active").await;
     assert_eq!(rented["node_id"], node["id"]);
@@ -146,11 +147,7 @@ async fn operator_finds_and_repairs_a_fenced_node_by_the_keyboard_alone() {
     allocation.expect_state("released").await;
     node.expect_all_free().await;
     browser.expect_text("main", "Nothing is stuck.").await;
-    let until = Instant::now() + WAIT_TIMEOUT;
-    while browser.text_of("[role=dialog]").await.is_some() {
-        assert!(Instant::now() < until, "the dialog stays open");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    browser.expect_gone("[role=dialog]").await;
     browser.expect_no_complaint().await;
     browser.close().await;
     cluster.shutdown().await;

@@ -25,6 +25,8 @@ mod connection_poolers;
 mod console_faults;
 mod console_keyboard;
 mod console_login;
+mod console_new_user;
+mod console_operators;
 mod console_page;
 mod containers;
 mod crashes_and_outages;

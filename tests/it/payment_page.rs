@@ -33,7 +33,7 @@ async fn start_payment(cluster: &mut TestCluster, amount: i64) -> (StartedPaymen
 }
 
 /// Stripe's script sends the card with the confirmation; localstripe's leaves that to the holder of the secret key.
-async fn give_card(cluster: &TestCluster, payment: &StartedPayment) {
+pub(crate) async fn give_card(cluster: &TestCluster, payment: &StartedPayment) {
     let there = cluster.processor();
     let card = there.post("/v1/payment_methods", &ASKS_ITS_HOLDER).await.unwrap();
     let intent = format!("/v1/payment_intents/{}", payment.intent);
