@@ -56,7 +56,10 @@ export class MockApi {
     "/api/v1/billing/payments": () => list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(401), state: "open", left_minor: 0 }),
     "/api/v1/billing/payments/{id}": ([id]) => ({ ...fixtures.payment, id: id ?? "", state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid" }),
     "/api/v1/billing/statements": () => list(fixtures.statement),
-    "/api/v1/allocations": (_, query) => list(...this.allocations.filter(({ state, node_id }) => (query.get("state") ?? state) === state && (query.get("node_id") ?? node_id) === node_id)),
+    "/api/v1/allocations": (_, query) => {
+      const found = this.allocations.filter(({ state, node_id }) => (query.get("state") ?? state) === state && (query.get("node_id") ?? node_id) === node_id);
+      return list(...(query.has("node_id") ? found.reverse() : found));
+    },
     "/api/v1/allocations/{id}": ([id]) => this.allocations.find((found) => found.id === id) ?? fixtures.allocation(0),
     "/api/v1/allocations/{id}/telemetry": ([id]) => ({
       allocation_id: id ?? "",

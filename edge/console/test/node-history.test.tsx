@@ -69,8 +69,8 @@ describe("the tenants of a node", () => {
   const present = tenant(2, { state: "active", user_id: "bob", name: "train", gpu_count: 1, requested_at: ago(91), active_at: ago(90), released_at: null });
 
   it("are those on it and its former ones, the newest first, with their times", async () => {
-    // As the API answers: the oldest first.
-    const asked = tenantsAre([former, present]);
+    // As the API answers.
+    const asked = tenantsAre([present, former]);
     openConsole(ADDRESS);
     expect(await columnOf("Tenants", "User")).toEqual(["bob", "ann"]);
     expect(await columnOf("Tenants", "State")).toEqual(["active", "released"]);
@@ -84,7 +84,7 @@ describe("the tenants of a node", () => {
       [`Tenant ann, allocation ${shortId(former.id)}`, "released", "2 GPUs"],
       [`Tenant ann, allocation ${shortId(former.id)}`, "active", "2 GPUs"],
     ]);
-    tenantsAre([former, present]);
+    tenantsAre([present, former]);
     openConsole(ADDRESS);
     await waitFor(async () => expect((await columnOf("Timeline", "What")).filter((what) => what?.startsWith("Tenant"))).toHaveLength(3));
   });
@@ -102,7 +102,7 @@ describe("the tenants of a node", () => {
     });
     openConsole(ADDRESS);
     expect((await columnOf("Tenants", "User")).slice(0, 2)).toEqual(["bob", "ann"]);
-    expect(screen.getByText(/later ones that are released are left out/)).toBeTruthy();
+    expect(screen.getByText(/earlier ones that are released are left out/)).toBeTruthy();
   });
 
   it("that never came to run are not in its timeline", () => {

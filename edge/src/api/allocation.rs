@@ -106,6 +106,8 @@ pub(super) struct AllocationFilter {
 }
 
 /// Your allocations, oldest first; everybody's for administrators.
+///
+/// Those of a node (`node_id`) are listed newest first.
 #[utoipa::path(
     get,
     path = "/",
@@ -119,7 +121,9 @@ pub(super) async fn list(
 ) -> Result<Json<Items<AllocationView>>, ApiError> {
     let filter = &listing.filter;
     let owner = visible_owner(&context, filter.user_id.as_deref())?;
-    let page = listing.page("allocations", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
+    // A node has had many tenants: its present ones are on the first page.
+    let order = if filter.node_id.is_some() { Order::NewestFirst } else { Order::OldestFirst };
+    let page = listing.page("allocations", owner.as_deref().unwrap_or_default(), order)?;
     let sku = match &filter.sku {
         Some(sku) => Some(sku::id_in_filter(&app, sku).await?),
         None => None,
@@ -131,6 +135,7 @@ pub(super) async fn list(
         states: filter.state.map(|state| state.name().to_owned()).into_iter().collect(),
         sku,
         terms,
+        is_newest_first: order == Order::NewestFirst,
     };
     let rows = read_model::list::<Allocation>(&app, &filter, &page).await?;
     let now = app.environment.now();

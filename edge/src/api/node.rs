@@ -149,10 +149,10 @@ pub(super) async fn list(
         None => None,
     };
     let filter = ListFilter {
-        owner: None,
         states: filter.state.map(|state| state.name().to_owned()).into_iter().collect(),
         sku,
         terms: terms(filter.name.as_ref(), &filter.label),
+        ..ListFilter::default()
     };
     let rows = read_model::list::<Node>(&app, &filter, &page).await?;
     let now = app.environment.now();

@@ -63,6 +63,8 @@ pub struct ListFilter {
     pub sku: Option<Uuid>,
     /// Those that have all of these terms ([`domain::Machine::terms`]).
     pub terms: Vec<String>,
+    /// The newest first, in place of the oldest.
+    pub is_newest_first: bool,
 }
 
 /// A position in a list of entities: the row after which the page begins.
@@ -237,7 +239,7 @@ impl Reads {
         Ok(self.entities(kind, &ids).await?.into_iter().map(|row| row.entity.id).collect())
     }
 
-    /// Entities of a kind, oldest first, with their seals checked. The columns that a filter selects by are not sealed: who can write rows
+    /// Entities of a kind, in the filter's order, with their seals checked. The columns that a filter selects by are not sealed: who can write rows
     /// can hide an entity from a list, as by deleting it.
     ///
     /// # Errors
@@ -259,7 +261,7 @@ impl Reads {
                 query.push(if n == 0 { "(" } else { ") UNION ALL (" });
                 push_list(&mut query, kind, filter, Some(state), after, limit);
             }
-            query.push(") ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
+            query.push(") ORDER BY ").push(order_of(filter)).push(" LIMIT ").push_bind(one_more(limit));
         }
         let rows = self.read_pool.fetch_all(query.build()).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(|row| self.listed_row(row)).collect());
@@ -496,9 +498,14 @@ fn push_list(
         query.push(" AND id IN (SELECT entity FROM term WHERE term = ").push_bind(term).push(")");
     }
     if let Some(after) = after {
-        query.push(" AND (created_at, id) > (").push_bind(after.created_at).push(", ").push_bind(after.id).push(")");
+        query.push(if filter.is_newest_first { " AND (created_at, id) < (" } else { " AND (created_at, id) > (" });
+        query.push_bind(after.created_at).push(", ").push_bind(after.id).push(")");
     }
-    query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
+    query.push(" ORDER BY ").push(order_of(filter)).push(" LIMIT ").push_bind(one_more(limit));
+}
+
+const fn order_of(filter: &ListFilter) -> &'static str {
+    if filter.is_newest_first { "created_at DESC, id DESC" } else { "created_at, id" }
 }
 
 /// A kind that a newer release writes.

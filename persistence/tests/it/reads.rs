@@ -85,16 +85,21 @@ async fn list_by_terms_has_the_entities_with_all_of_them() {
         terms: terms.iter().map(|term| (*term).to_owned()).collect(),
         ..ListFilter::default()
     };
-    let (mut ids, mut after): (Vec<Uuid>, Option<Cursor>) = (Vec::new(), None);
-    loop {
-        let page = store.reads().list(EntityKind::Sku, &of(&["label/env", "label/env=1"]), after, 4).await.unwrap();
-        ids.extend(page.items.iter().map(|row| row.entity.id));
-        after = page.next;
-        if after.is_none() {
-            break;
+    let mut expected: Vec<Uuid> = commits.iter().skip(1).step_by(3).map(|commit| commit.entity.id).collect();
+    for is_newest_first in [false, true] {
+        let filter = ListFilter { is_newest_first, ..of(&["label/env", "label/env=1"]) };
+        let (mut ids, mut after): (Vec<Uuid>, Option<Cursor>) = (Vec::new(), None);
+        loop {
+            let page = store.reads().list(EntityKind::Sku, &filter, after, 4).await.unwrap();
+            ids.extend(page.items.iter().map(|row| row.entity.id));
+            after = page.next;
+            if after.is_none() {
+                break;
+            }
         }
+        assert_eq!(ids, expected, "newest first: {is_newest_first}");
+        expected.reverse();
     }
-    assert_eq!(ids, commits.iter().skip(1).step_by(3).map(|commit| commit.entity.id).collect::<Vec<_>>());
     for (terms, count) in [
         (&["name/it's 7%"][..], 1),
         (&["name/it's 7%", "label/env=1"], 1),

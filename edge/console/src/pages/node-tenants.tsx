@@ -2,7 +2,7 @@
 import { Link } from "@tanstack/react-router";
 import { queryOptions, type UseQueryResult } from "@tanstack/react-query";
 import { api, dataOf } from "../api/client.ts";
-import { newestFirst, type Allocation } from "../api/queries.ts";
+import { everyPage, type Allocation } from "../api/queries.ts";
 import { POLL_MS, SAFETY_MS, pollEvery } from "../api/query-client.ts";
 import { count } from "../format/text.ts";
 import { Card } from "../ui/layout.tsx";
@@ -12,7 +12,7 @@ import { GrowingTable } from "../ui/table.tsx";
 import { FullTime } from "../ui/time.tsx";
 import { COLUMNS, OWNER } from "./allocation-table.tsx";
 
-/** As many allocations of one node as are read. The API begins with the oldest: above it the present ones are read by their states. */
+/** As many allocations of one node as are read, the newest first. Above it the present ones are read by their states: one of them may be older. */
 const MOST_TENANTS = 2000;
 /** One page: each of them holds a GPU of the node. */
 const MOST_PRESENT = 200;
@@ -25,12 +25,12 @@ export interface Tenants {
 
 async function readTenants(node_id: string): Promise<Tenants> {
   const read = (most: number, filter: { state?: Allocation["state"] }) =>
-    newestFirst(most, (page_token) => dataOf(api.GET("/api/v1/allocations", { params: { query: { ...filter, node_id, limit: 200, ...(page_token ? { page_token } : {}) } } })));
-  const oldest = await read(MOST_TENANTS, {});
-  if (!oldest.isPartial) return oldest;
+    everyPage(most, (page_token) => dataOf(api.GET("/api/v1/allocations", { params: { query: { ...filter, node_id, limit: 200, ...(page_token ? { page_token } : {}) } } })));
+  const newest = await read(MOST_TENANTS, {});
+  if (!newest.isPartial) return newest;
   const present = (await Promise.all(PRESENT.map((state) => read(MOST_PRESENT, { state })))).flatMap(({ items }) => items);
   const ids = new Set(present.map(({ id }) => id));
-  return { items: [...present, ...oldest.items.filter(({ id }) => !ids.has(id))], isPartial: true };
+  return { items: [...present, ...newest.items.filter(({ id }) => !ids.has(id))], isPartial: true };
 }
 
 export const tenantsQuery = (node_id: string) =>
@@ -66,7 +66,7 @@ export function NodeTenants({ of: tenants }: { of: UseQueryResult<Tenants> }) {
             />
             {isPartial && (
               <p className="soft">
-                Only the present ones and the oldest {count(MOST_TENANTS)} are read; later ones that are released are left out. <Link to="/allocations">All allocations</Link>
+                Only the present ones and the newest {count(MOST_TENANTS)} are read; earlier ones that are released are left out. <Link to="/allocations">All allocations</Link>
               </p>
             )}
           </>

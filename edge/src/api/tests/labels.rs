@@ -292,15 +292,15 @@ async fn allocations_of_a_node_are_those_on_it_and_its_former_ones() {
 
     let id = |made: &Value| made["id"].as_str().unwrap().to_owned();
     let of_node = format!("{ALLOCATIONS}?node_id={node}");
-    assert_eq!(ids(&api, &of_node, None).await, [id(&former), id(&present)], "oldest first");
+    assert_eq!(ids(&api, &of_node, None).await, [id(&present), id(&former)], "newest first");
     assert_eq!(ids(&api, &format!("{of_node}&user_id=bob"), None).await, [id(&present)]);
     assert_eq!(ids(&api, &of_node, Some("ann")).await, [id(&former)], "of no other user");
     assert_eq!(ids(&api, &of_node, Some("eve")).await, Vec::<String>::new());
 
     let first = api.get(&format!("{of_node}&limit=1")).admin().send().await.is(200).clone();
-    assert_eq!(first["items"][0]["id"], former["id"]);
+    assert_eq!(first["items"][0]["id"], present["id"]);
     let token = first["next_page"].as_str().unwrap();
-    assert_eq!(ids(&api, &format!("{of_node}&limit=1&page_token={token}"), None).await, [id(&present)]);
+    assert_eq!(ids(&api, &format!("{of_node}&limit=1&page_token={token}"), None).await, [id(&former)]);
     let elsewhere = format!("{ALLOCATIONS}?node_id={other}&limit=1&page_token={token}");
     assert_eq!(api.get(&elsewhere).admin().send().await.refused(400, "invalid_request")["field"], "page_token");
     let bad = api.get(&format!("{ALLOCATIONS}?node_id=here")).admin().send().await;

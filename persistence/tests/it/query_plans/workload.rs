@@ -249,6 +249,7 @@ async fn list_entities(reads: &Reads, rows: &SampleRows) {
         (EntityKind::Allocation, labelled("label/env=production")),
         (EntityKind::Allocation, labelled("label/rare")),
         (EntityKind::Allocation, labelled("node/0")),
+        (EntityKind::Allocation, ListFilter { is_newest_first: true, ..labelled("node/0") }),
         (EntityKind::Allocation, ListFilter { terms: labelled("label/rare").terms, ..of(LARGE_OWNER) }),
         (EntityKind::Allocation, ListFilter { terms: states(&["label/env", "label/rare"]), ..all() }),
         (EntityKind::Node, all()),
