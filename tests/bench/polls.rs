@@ -21,6 +21,7 @@ use hdrhistogram::Histogram;
 use parked_polls::{HttpVersion, ParkedPolls, Target};
 use serde_json::json;
 use std::time::{Duration, Instant};
+use tests::bench::cpu_time::spent;
 use tests::bench::memory::{resident_kib, slope};
 use tests::bench::{
     BenchReport, PairedSamples, block_on, conclude, count_from_env, median, programs, raise_open_files, rounded,
@@ -68,12 +69,15 @@ async fn measure(cluster: &mut TestCluster, polls: usize) -> anyhow::Result<Benc
     let mut ours = Vec::new();
     let mut theirs = Vec::new();
     let mut latencies = None;
+    let mut cpu_ms = 0.0;
     for speaks in [HttpVersion::Http1, HttpVersion::Http2] {
         let target = Target::new(&cluster.replicas[HOLDS].node_url(), cluster.authority.certificate_path(), speaks)?;
         let pid = cluster.replicas[HOLDS].pid().context("the replica has ended")?;
         let mut parked = ParkedPolls::at(target);
         let look = async |count: usize| parked_at(cluster, count).await;
+        let before = spent(&[pid])?;
         ours.push(slope(&grow(&mut parked, &fleet, pid, look).await?));
+        cpu_ms = spent(&[pid])?.saturating_sub(before).as_secs_f64() * 1e3 / fleet.len() as f64;
         if speaks == HttpVersion::Http2 {
             latencies = Some(dispatch_tasks(cluster, &fleet, &mut parked).await?);
         }
@@ -87,7 +91,12 @@ async fn measure(cluster: &mut TestCluster, polls: usize) -> anyhow::Result<Benc
         theirs.push(slope(&grow(&mut held, &fleet, haproxy.pid(), async |_: usize| Ok(())).await?));
     }
     let (from_request, from_answer) = latencies.context("nothing was handed out")?;
-    report(polls, [ours[0], ours[1]], [theirs[0], theirs[1]], &from_request, &from_answer)
+    Ok(report(polls, [ours[0], ours[1]], [theirs[0], theirs[1]], &from_request, &from_answer)?
+        .metric("cpu_ms_of_connection_http2", rounded(cpu_ms))
+        .condition(
+            "cpu_ms_of_connection_http2",
+            "of that process, from the first connection to the last parked poll, over all connections",
+        ))
 }
 
 /// Adds polls, and measures the process's memory at each step: polls and KiB.
