@@ -1,6 +1,6 @@
 //! What a fleet's size costs: whole cycles of renting and releasing, the time until `active`, the overview, the first and the last page of
-//! lists, `/metrics`, and the memory of a replica, among 100, 1,000 and 10,000 nodes of one SKU with ten past allocations each. Some of the
-//! nodes have simulated agents and are rented; the others are inserted ([`generated_fleet`]).
+//! lists, `/metrics`, the runtime tree, and the memory of a replica, among 100, 1,000 and 10,000 nodes of one SKU with ten past allocations
+//! each. Some of the nodes have simulated agents and are rented; the others are inserted ([`generated_fleet`]).
 //!
 //! `ratio` is the time until `active` among the most nodes, compared with the fewest: 1 where it does not depend on the fleet. The measurements
 //! of every size follow, and their ratios. `BENCH_FLEET_NODES` sets the largest size (100,000 take some minutes to insert), `BENCH_FLEET_AGENTS`
@@ -123,6 +123,7 @@ async fn read_all(cluster: &TestCluster) -> anyhow::Result<Measurements> {
     let mut measured = Measurements::new();
     let admin = cluster.at_replica(0, "admin");
     measured.insert("overview_p50_ms".to_owned(), time_of(&admin, "/api/v1/admin/overview").await);
+    measured.insert("runtime_tree_p50_ms".to_owned(), time_of(&admin, "/api/v1/admin/runtime/tree").await);
     let operator = cluster.operator_at(0);
     measured.insert("metrics_p50_ms".to_owned(), time_of(&operator, "/metrics").await);
     let user = cluster.at_replica(0, "user");
