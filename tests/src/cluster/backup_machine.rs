@@ -80,11 +80,13 @@ impl BackupMachine {
         give(&work);
         let installed =
             tool("pgbackrest/pgbackrest").expect("pgBackRest is missing: `deploy/test --tools` installs it");
-        // Postgres' user may not enter the home folder of root, in which the tools are.
+        // Postgres' user may not enter the home folder of root, in which the tools are, and perhaps the checkout.
         fs::copy(installed, folder.path().join("pgbackrest")).unwrap();
-        let scripts = checkout().join("deploy/backup");
+        for script in ["gpuaas-backup", "gpuaas-restore", "gpuaas-key-ring-copy"] {
+            fs::copy(checkout().join("deploy/backup").join(script), folder.path().join(script)).unwrap();
+        }
         let programs = program("psql").unwrap();
-        let path = [folder.path(), &scripts, programs.parent().unwrap()].map(|it| it.display().to_string());
+        let path = [folder.path(), programs.parent().unwrap()].map(|it| it.display().to_string());
         let environment = BTreeMap::from([
             ("PATH".to_owned(), format!("{}:/usr/bin:/bin", path.join(":"))),
             ("PGBACKREST_CONFIG".to_owned(), folder.path().join("pgbackrest.conf").display().to_string()),
