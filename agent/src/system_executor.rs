@@ -178,6 +178,7 @@ impl System {
         let allocations = AllocationRecords::open(state_dir)?;
         let private = PrivateTmp::open(state_dir)?;
         let accounts = Accounts::open(state_dir, settings.uids.clone(), settings.account_tool_limit)?;
+        accounts.forget_released(|allocation_id| allocations.contains(allocation_id));
         let make_keys = || {
             DirBuilder::new().recursive(true).mode(0o755).create(&settings.keys)?;
             fs::set_permissions(&settings.keys, fs::Permissions::from_mode(0o755))

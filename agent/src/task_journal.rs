@@ -123,6 +123,8 @@ type Written = oneshot::Sender<Result<(), JournalError>>;
 #[derive(Debug)]
 pub struct Journal {
     records: Arc<Mutex<Records>>,
+    /// Whether the file had all that the agent before had done.
+    was_complete: bool,
     unwritten: Arc<Mutex<Option<String>>>,
     writer: mpsc::Sender<(JournalEntry, Written)>,
 }
@@ -135,6 +137,7 @@ impl Journal {
     /// [`JournalError`] when it cannot be read, or is corrupt.
     pub fn open(path: &Path, clock: &ServerClock) -> Result<Self, JournalError> {
         let content = atomic_file::read_bytes_if_there(path)?.unwrap_or_default();
+        let was_complete = content.is_empty() || completeness_mark(path).exists();
         let mut records = read(&content, path)?;
         forget(&mut records, clock);
         let records = Arc::new(Mutex::new(records));
@@ -145,7 +148,15 @@ impl Journal {
             .name("journal".to_owned())
             .spawn(move || writer.write_until_closed(&lines))
             .map_err(|error| JournalError::Write(Arc::new(error)))?;
-        Ok(Self { records, unwritten, writer: sender })
+        Ok(Self { records, was_complete, unwritten, writer: sender })
+    }
+
+    /// Whether the agent may go on by itself with a task that the agent before has not finished. By a file that lacks lines, a tenant may be there
+    /// whose release is done and recorded: then the control plane, which knows, offers what is still wanted. A release takes nothing from
+    /// any later tenant.
+    #[must_use]
+    pub fn may_resume(&self, task: &Task) -> bool {
+        self.was_complete || matches!(task, Task::Release(_))
     }
 
     /// The condition that the disk does not take what this journal has, which names why.
@@ -206,6 +217,11 @@ impl Journal {
         self.writer.send((line, written)).map_err(|_| JournalError::Closed)?;
         answer.await.map_err(|_| JournalError::Closed)?
     }
+}
+
+/// A file that is beside the journal while that has all that counts. Its removal needs no room on the disk.
+fn completeness_mark(journal: &Path) -> PathBuf {
+    journal.with_extension("complete")
 }
 
 fn releases(record: &TaskRecord, allocation_id: Uuid) -> bool {
@@ -363,6 +379,25 @@ mod tests {
 
     fn phase(journal: &Journal, task: u128) -> Phase {
         journal.record(Uuid::from_u128(task)).unwrap().phase
+    }
+
+    #[tokio::test]
+    async fn from_a_journal_that_lacked_lines_a_release_is_resumed_and_no_other_task() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.jsonl");
+        let release = Task::Release(Release { allocation_id: Uuid::nil(), user_name: "u".into(), devices: Vec::new() });
+        let other = Task::Validate { load: None };
+        let clock = clock(Utc::now());
+        let accepted = JournalEntry::Accepted { payload: payload(1, 1, soon()) };
+        Journal::open(&path, &clock).unwrap().append(accepted).await.unwrap();
+        let resumed = || {
+            let journal = Journal::open(&path, &clock).unwrap();
+            [&release, &other].map(|task| journal.may_resume(task))
+        };
+        assert_eq!(resumed(), [true, true]);
+        fs::remove_file(folder.path().join("journal.complete")).unwrap();
+        assert_eq!(resumed(), [true, false]);
+        assert_eq!(resumed(), [true, true], "it was written anew");
     }
 
     #[tokio::test]

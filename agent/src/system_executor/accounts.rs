@@ -289,8 +289,8 @@ impl Accounts {
             .to_vec()
     }
 
-    /// Forgets the allocation of the account. Its uid is never given again. Records that the disk does not take keep no tenant: they are
-    /// stored by [`Self::store_pending`], and an agent that is started before has an account of which nothing is left.
+    /// Forgets the allocation of the account. Its uid is never given again. Where the disk is full, the record is removed later, by
+    /// [`Self::store_pending`], or at the next start by [`Self::forget_released`].
     pub fn forget(&self, allocation_id: Uuid) {
         let mut records = self.lock();
         let was_written = records.written.remove(&allocation_id).is_some();
@@ -303,6 +303,17 @@ impl Accounts {
                 "the record of a tenant that has left is removed once there is room"
             );
         }
+    }
+
+    /// Forgets the accounts of allocations that have no record. Their tenants are released: an allocation is recorded before its account is, and
+    /// for as long. Their own records outlived them where the disk was full.
+    pub fn forget_released(&self, is_recorded: impl Fn(Uuid) -> bool) {
+        let released: Vec<Uuid> = {
+            let records = self.lock();
+            let recorded = records.accounts.keys().chain(records.written.keys());
+            recorded.copied().filter(|allocation_id| !is_recorded(*allocation_id)).collect()
+        };
+        released.into_iter().for_each(|allocation_id| self.forget(allocation_id));
     }
 
     /// Stores the records that the disk did not take.
@@ -530,6 +541,23 @@ mod tests {
         assert_eq!(accounts.uids_left(), 0);
         assert_eq!(accounts.assign(three, "three").unwrap_err().code, "uids_exhausted");
         assert_eq!(accounts.of(two), Some(second));
+    }
+
+    #[test]
+    fn account_of_a_release_that_the_disk_did_not_record_is_forgotten_at_the_next_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = || open(folder.path(), 70_000..=70_002).unwrap();
+        let (present, released) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let accounts = open();
+        for (allocation_id, name) in [(present, "one"), (released, "two")] {
+            accounts.assign(allocation_id, name).unwrap();
+            accounts.note_written(allocation_id, |written| written.sudo_rules = Some("digest".to_owned())).unwrap();
+        }
+        open().forget_released(|allocation_id| allocation_id == present);
+        let accounts = open();
+        assert!(accounts.of(present).is_some() && accounts.written(present).is_some());
+        assert!(accounts.of(released).is_none() && accounts.written(released).is_none());
+        assert_eq!(accounts.assign(Uuid::from_u128(3), "three").unwrap().uid, 70_002, "no uid is given twice");
     }
 
     /// Accounts of an agent whose folder also holds the machine's shared files.

@@ -1,13 +1,16 @@
 //! The file of the journal, and the thread that writes it.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use super::{JournalEntry, JournalError, Phase, Records, ReportOutcome, TaskRecord, Written, apply, forget, lock};
+use super::{
+    JournalEntry, JournalError, Phase, Records, ReportOutcome, TaskRecord, Written, apply, completeness_mark, forget,
+    lock,
+};
 use crate::atomic_file::{self, FileError};
 use crate::server_clock::ServerClock;
 
@@ -97,6 +100,7 @@ impl JournalWriter {
         match WriterFile::rewrite(&self.path, &records) {
             Ok(file) => {
                 self.file = Some(file);
+                self.mark_complete();
                 if lock(&self.unwritten).take().is_some() {
                     tracing::info!("the journal has everything again");
                 }
@@ -106,7 +110,18 @@ impl JournalWriter {
         }
     }
 
+    /// Without the mark, the next agent only goes on with less by itself.
+    fn mark_complete(&self) {
+        if let Err(error) = File::create(completeness_mark(&self.path)) {
+            tracing::warn!(error = crate::chain(&error), "the journal could not be marked as complete");
+        }
+    }
+
     fn note_unwritten(&self, error: FileError) -> Arc<io::Error> {
+        // Before a caller goes on without its line.
+        if std::fs::remove_file(completeness_mark(&self.path)).is_ok() {
+            let _ = atomic_file::sync_folder(atomic_file::folder_of(&self.path));
+        }
         let why = crate::chain(&error);
         if lock(&self.unwritten).replace(why.clone()).is_none() {
             tracing::warn!(
@@ -126,8 +141,11 @@ impl JournalWriter {
         forget(&mut records, &self.clock);
         match WriterFile::rewrite(&self.path, &records) {
             Ok(shorter) => self.file = Some(shorter),
-            // The uncompacted file is equivalent.
-            Err(error) => tracing::warn!(error = crate::chain(&error), "the journal could not be compacted"),
+            Err(error) => {
+                tracing::warn!(error = crate::chain(&error), "the journal could not be compacted");
+                // The uncompacted file is equivalent, unless the error came after the new one took its name.
+                self.file = self.file.take().filter(|file| file.is_at(&self.path));
+            }
         }
     }
 }
@@ -155,6 +173,11 @@ impl WriterFile {
             .open(path)
             .map_err(FileError::at("open", path))?;
         Ok(Self { file, length: bytes.len() as u64, lines })
+    }
+
+    fn is_at(&self, path: &Path) -> bool {
+        let place = |metadata: &Metadata| (metadata.dev(), metadata.ino());
+        matches!((self.file.metadata(), std::fs::metadata(path)), (Ok(this), Ok(named)) if place(&this) == place(&named))
     }
 
     fn append(&mut self, batch: &[(JournalEntry, Written)]) -> io::Result<()> {

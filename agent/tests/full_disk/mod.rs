@@ -27,6 +27,8 @@ async fn tenant_is_released_on_a_full_disk_after_a_restart_too_and_nothing_else_
     assert_eq!(made.status, TaskStatus::Succeeded, "{made:?}");
     let home = std::path::PathBuf::from(made.output["home"].as_str().unwrap());
 
+    let mark = state.join("journal.complete");
+    assert!(mark.exists());
     disk.fill();
     // The last page of the journal may have room for some lines.
     while agent.count(UNWRITTEN) == 0 {
@@ -41,6 +43,7 @@ async fn tenant_is_released_on_a_full_disk_after_a_restart_too_and_nothing_else_
     })
     .await;
 
+    assert!(!mark.exists(), "the next agent would go on with what the journal has unfinished");
     agent.kill_9();
     let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     agent.wait_for_message("polling").await;
@@ -62,7 +65,7 @@ async fn tenant_is_released_on_a_full_disk_after_a_restart_too_and_nothing_else_
     disk.make_room();
     let journal = state.join("journal.jsonl");
     let has = |task: Uuid| std::fs::read_to_string(&journal).unwrap_or_default().contains(&task.to_string());
-    eventually(|| (has(release.task_id) && has(provision.task_id)).then_some(())).await;
+    eventually(|| (has(release.task_id) && has(provision.task_id) && mark.exists()).then_some(())).await;
     let provision = fake.provision(Uuid::now_v7());
     fake.dispatch(&provision);
     let made = fake.result_of(provision.task_id).await;
