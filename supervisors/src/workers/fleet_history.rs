@@ -124,6 +124,9 @@ impl FleetHistoryWorker {
         let from = until - ADDED_UP_WITHIN;
         let postponed = self.postponed(from, now);
         let hours = self.history.hours_to_add_up(from, until, &postponed, HOURS_PER_ROUND).await?;
+        if hours.len() < HOURS_PER_ROUND as usize {
+            self.forget_added_up(&hours, &postponed);
+        }
         let mut added_up = Ok(0);
         for hour in hours {
             let added = self.history.add_up(hour, now).await;
@@ -140,6 +143,13 @@ impl FleetHistoryWorker {
         failing.retain(|hour, _| *hour >= from);
         self.failing_hours.set(i64::try_from(failing.len()).unwrap_or(i64::MAX));
         failing.iter().filter(|(_, of)| of.next_attempt_at > now).map(|(hour, _)| *hour).collect()
+    }
+
+    /// Forgets the failing hours that another member has added up: those that are neither postponed nor among all that are left to add up.
+    fn forget_added_up(&self, left: &[Timestamp], postponed: &[Timestamp]) {
+        let mut failing = self.failing();
+        failing.retain(|hour, _| left.contains(hour) || postponed.contains(hour));
+        self.failing_hours.set(i64::try_from(failing.len()).unwrap_or(i64::MAX));
     }
 
     fn note_attempt(&self, hour: Timestamp, now: Timestamp, error: Option<&StoreError>) {
@@ -314,6 +324,23 @@ mod tests {
         sqlx::query("ALTER TABLE fleet_hour DROP CONSTRAINT refused").execute(&fleet.db.pool).await.unwrap();
         assert_eq!(member.run_once(at(later, 40)).await.unwrap(), 0, "the pause has doubled");
         assert_eq!(member.run_once(at(later, 43)).await.unwrap(), usize::try_from(broken).unwrap());
+        assert_eq!(member.failing_hours.get(), 0);
+    }
+
+    #[tokio::test]
+    async fn hour_that_failed_here_and_that_another_member_has_added_up_is_no_failing_one() {
+        let fleet = Fleet::new().await;
+        let (member, other) = (fleet.member(), fleet.member());
+        while member.run_once(at(0, 10)).await.unwrap() > 0 {}
+        sqlx::query("ALTER TABLE fleet_hour ADD CONSTRAINT refused CHECK (added_up_at IS NULL) NOT VALID")
+            .execute(&fleet.db.pool)
+            .await
+            .unwrap();
+        member.run_once(at(1, 10)).await.unwrap_err();
+        assert_eq!(member.failing_hours.get(), 1);
+        sqlx::query("ALTER TABLE fleet_hour DROP CONSTRAINT refused").execute(&fleet.db.pool).await.unwrap();
+        assert_eq!(other.run_once(at(1, 11)).await.unwrap(), 1);
+        assert_eq!(member.run_once(at(1, 12)).await.unwrap(), 0);
         assert_eq!(member.failing_hours.get(), 0);
     }
 
