@@ -20,7 +20,7 @@ use wire::inventory::GpuSource;
 use wire::task::{Task, TaskStatus};
 
 use fake_control_plane::eventually;
-use gpu_machine::GpuMachine;
+use gpu_machine::{GpuMachine, name};
 use hanging_mount::OwnMounts;
 
 #[tokio::test]

@@ -7,23 +7,23 @@ use sqlx::PgPool;
 use std::time::Duration;
 use uuid::Uuid;
 
-/// Deletes up to `limit` commands older than `kept` (policy `retention.command_ids_hours`), by the database's clock. Returns how many: fewer
+/// Deletes up to `limit` commands older than `retention` (policy `retention.command_ids_hours`), by the database's clock. Returns how many: fewer
 /// than `limit` means that none is left. Several members may sweep at once; they skip each other's rows.
 ///
 /// # Errors
 /// [`StoreError`]
-pub async fn delete_commands(pool: &PgPool, kept: Duration, limit: u32) -> Result<u64, StoreError> {
+pub async fn delete_commands(pool: &PgPool, retention: Duration, limit: u32) -> Result<u64, StoreError> {
     sqlx::query(
         "DELETE FROM command WHERE id IN (
              SELECT id FROM command WHERE created_at < now() - make_interval(secs => $1)
              ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)",
     )
-    .bind(kept.as_secs_f64())
+    .bind(retention.as_secs_f64())
     .bind(i64::from(limit))
     .execute(pool)
     .await
     .map(|done| done.rows_affected())
-    .doing("forgetting old commands")
+    .doing("deleting old command ids")
 }
 
 /// Stores the node's term of active and released allocations that have none: a replica of the release before migration 0054 places without

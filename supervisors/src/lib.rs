@@ -19,6 +19,7 @@ pub mod ledger_command;
 pub mod logging;
 pub mod metrics;
 pub mod migrate_command;
+mod mutex;
 pub mod node_ca_command;
 pub mod process_roles;
 pub mod recover_report;

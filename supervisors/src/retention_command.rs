@@ -1,7 +1,7 @@
 //! `gpuaas retention`: how large the tables are and grow, what the policies keep, what the next run removes, and when the disk is full.
 
 use crate::workers::retention::retained_months;
-use crate::workers::table_maintenance::command_retention;
+use crate::workers::sweep::command_retention;
 use anyhow::Context;
 use chrono::{DateTime, Utc};
 use domain::EntityKind;

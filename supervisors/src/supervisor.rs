@@ -5,6 +5,7 @@ mod spec;
 
 pub use spec::{ALWAYS, BOUNDED, ReadinessRule, RestartPolicy, ShutdownStep, WorkerQueue, WorkerSpec};
 
+use crate::mutex::lock;
 use chrono::Utc;
 use domain::{Timestamp, retry};
 use edge::app_state::runtime_interface::WorkerState;
@@ -13,7 +14,7 @@ use futures::future::BoxFuture;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
@@ -362,10 +363,6 @@ pub fn workers_check(rows: &[WorkerRow]) -> String {
 pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a value that is not text")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

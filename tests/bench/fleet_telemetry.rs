@@ -15,7 +15,7 @@ use uuid::Uuid;
 const NODES: u128 = 10_000;
 const GPUS: u32 = 8;
 const MEMBERS: u128 = 3;
-/// As a member answers (`supervisors/src/operator_view.rs`).
+/// As a member answers (`supervisors/src/cluster_runtime.rs`).
 const PARTS: u8 = 32;
 /// The largest message of NATS.
 const MESSAGE_BYTES: usize = 1 << 20;

@@ -1,6 +1,6 @@
 //! Tests of the whole service, as its users, operators and nodes use it: real processes, Postgres and NATS, agents over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
-// A benchmark has two modules of the tests, and is a module here itself.
+// The benchmarks are compiled as modules here, and two of their modules are modules of the tests already.
 #![allow(clippy::duplicate_mod)]
 
 mod agent_package;

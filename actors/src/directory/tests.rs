@@ -435,7 +435,7 @@ async fn revision_of_a_version_is_refused_by_a_member_of_the_release_before_and_
         allowed_regions: vec!["eu".into()],
         expected_hardware: None,
     };
-    let (price, validation) = (Price::new("EUR", 100).unwrap(), sku::ValidationMinimums::default());
+    let (price, validation) = (Price::new("EUR", 100).unwrap(), domain::validation::ValidationMinimums::default());
     ask(sku::Command::Create { spec: Box::new(spec), price, validation }).await.unwrap();
     let dearer = |if_version| sku::Command::Revise {
         price: Some(Price::new("EUR", 200).unwrap()),

@@ -217,8 +217,8 @@ fn disks_of(table: &[u8]) -> Vec<LocalDisk> {
     by_device.into_values().collect()
 }
 
-/// What keeps root from the path, without links, where its file system is not the machine's own, and what to do about it. `None` where it is on
-/// one that knows this machine's root, or where the table cannot be read.
+/// Why root has no rights at the path (without links), where its file system is not the machine's own, and what to do about it. `None` where it
+/// is on one that knows this machine's root, or where the table cannot be read.
 #[must_use]
 pub fn why_root_is_refused(path: &Path) -> Option<String> {
     refusal_of(&fs::read(TABLE).ok()?, path)

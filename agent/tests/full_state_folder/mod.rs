@@ -1,8 +1,10 @@
 //! A disk without room for anything that the agent stores.
 
-use std::io::Write as _;
-
 use super::*;
+
+#[path = "../hanging_mount/mod.rs"]
+#[allow(dead_code, reason = "these tests only fill a folder")]
+mod hanging_mount;
 
 #[test]
 fn tenant_is_released_by_an_agent_that_starts_where_the_state_folder_has_no_room() {
@@ -18,7 +20,7 @@ fn tenant_is_released_by_an_agent_that_starts_where_the_state_folder_has_no_room
             drop(node);
             // An agent that has released no tenant yet does not have it.
             fs::remove_dir(state.join("mqueue")).unwrap();
-            fill(state);
+            hanging_mount::fill(state);
             let node = Node::start();
             assert_clean(&node.release(id, NAME, &[0]));
             stop(running);
@@ -27,10 +29,4 @@ fn tenant_is_released_by_an_agent_that_starts_where_the_state_folder_has_no_room
             node.make(Uuid::from_u128(2), NAME, &[0]);
         },
     );
-}
-
-/// Leaves no room below a folder.
-fn fill(folder: &Path) {
-    let mut ballast = fs::File::options().create(true).append(true).open(folder.join("ballast")).unwrap();
-    while ballast.write_all(&[b'x'; 4096]).is_ok() {}
 }

@@ -63,14 +63,20 @@ pub struct SmallMount {
 impl SmallMount {
     /// Leaves no room.
     pub fn fill(&self) {
-        let mut ballast = File::options().create(true).append(true).open(self.point.join("ballast")).unwrap();
-        while ballast.write_all(&[b'x'; 4096]).is_ok() {}
+        fill(&self.point);
     }
 
     /// Removes what has filled it.
     pub fn make_room(&self) {
         std::fs::remove_file(self.point.join("ballast")).unwrap();
     }
+}
+
+/// Leaves no room in the file system of a folder.
+#[allow(unreachable_pub, reason = "as above")]
+pub fn fill(folder: &Path) {
+    let mut ballast = File::options().create(true).append(true).open(folder.join("ballast")).unwrap();
+    while ballast.write_all(&[b'x'; 4096]).is_ok() {}
 }
 
 impl Drop for SmallMount {

@@ -2,7 +2,7 @@
 //!
 //! Errors use the service's own envelope; `details.error` has the code of the RFC (section 5.2).
 
-use actors::gcra_table::RateCells;
+use actors::rate_cells::RateCells;
 use axum::extract::{ConnectInfo, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::{Extension, Json};

@@ -223,7 +223,8 @@ fn description() -> OpenApi {
     #[openapi(info(
         title = "GPU node control plane",
         description = "Rents GPU nodes. Every refusal is one `Error` with a code from a closed table. Lists are read page by \
-                       page. A POST with an `Idempotency-Key` is carried out once, however often it is sent within a day."
+                       page. A POST with an `Idempotency-Key` is carried out once, however often it is sent while \
+                       its key is stored: a day, or as policy `retention.command_ids_hours` says."
     ))]
     struct Description;
     let mut api = Description::openapi();

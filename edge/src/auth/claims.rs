@@ -165,7 +165,7 @@ impl<'a> UnverifiedToken<'a> {
 
     /// What is needed to find its key.
     pub(super) fn as_signed(&self, algorithm: Algorithm, source: TokenSource) -> SignedToken<'_> {
-        SignedToken { kid: &self.kid, algorithm, signed: self.signed, source }
+        SignedToken { kid: &self.kid, algorithm, content: (self.signed, self.signature), source }
     }
 
     /// The bytes that were signed, and the signature.

@@ -124,8 +124,8 @@ pub(super) enum TokenSource {
 pub(super) struct SignedToken<'a> {
     pub(super) kid: &'a str,
     pub(super) algorithm: Algorithm,
-    /// The text that was signed, which no other token has.
-    pub(super) signed: &'a str,
+    /// The text that was signed, and the signature: no other token has both.
+    pub(super) content: (&'a str, &'a str),
     pub(super) source: TokenSource,
 }
 
@@ -215,7 +215,7 @@ impl Jwks {
     /// # Errors
     /// Where the id is unknown and the keys cannot be fetched at the moment.
     pub(super) async fn keys_for(&self, token: SignedToken<'_>) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
-        let SignedToken { kid, algorithm, signed, source } = token;
+        let SignedToken { kid, algorithm, content, source } = token;
         let (began, gap) = (Instant::now(), self.0.settings.min_refresh_gap);
         let mut has_paused = false;
         loop {
@@ -230,7 +230,7 @@ impl Jwks {
                     }
                     return Ok(found);
                 }
-                let digest = self.0.digests.hash_one(signed);
+                let digest = self.0.digests.hash_one(content);
                 if fetched.at >= began {
                     fetched.record_absent(digest);
                     return Ok(found);

@@ -198,7 +198,7 @@ impl Pass<'_> {
                 // Of the settings by which the call below names the image.
                 let image = Some(OrderedImage { digest: self.maas.image_digest().map(str::to_owned) });
                 // The node knows the token before any machine has it.
-                let ordered = Fact::MachineToken { token_id, token_sha256: prepared.token_sha256, image };
+                let ordered = Fact::MachineTokenMade { token_id, token_sha256: prepared.token_sha256, image };
                 if !self.report(ordered).await? {
                     return Ok(waiting(&found));
                 }

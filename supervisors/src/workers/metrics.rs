@@ -24,7 +24,7 @@ const INTERVAL: Duration = Duration::from_secs(5);
 /// Balances are compared with the ledger once in this many rounds: each account is read.
 const ROUNDS_PER_LEDGER_CHECK: usize = 12;
 
-/// GPUs are counted once in this many rounds: each node is read.
+/// Totals are read once in this many rounds.
 const ROUNDS_PER_GPU_COUNT: usize = 3;
 
 /// How long JetStream may take to answer for a consumer's lag.
@@ -58,8 +58,8 @@ pub async fn run(metrics: Arc<ProcessMetrics>, host: Arc<Host>, reads: Reads, bu
         certificates.record(metrics.entity_totals.certificate_ends(), Utc::now());
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
         let read = tokio::try_join!(reads.waiting_counts(&shards), reads.outbox_backlog(&shards));
-        if let Some((standing, pending)) = counts.observe(read) {
-            metrics.set_shard_gauges(&standing, &pending);
+        if let Some((waiting, pending)) = counts.observe(read) {
+            metrics.set_shard_gauges(&waiting, &pending);
         }
         // Not in the first round: no shard is open yet.
         if turns == 1 {

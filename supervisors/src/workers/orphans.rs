@@ -5,6 +5,7 @@ use super::event_delivery::{Disposition, EventDelivery};
 use super::event_reactions::{MAX_CONCURRENT, Reactor};
 use super::polling_loop::{self, PollLoopConfig};
 use crate::cluster::bus::Bus;
+use crate::mutex::lock;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use actors::Host;
@@ -14,7 +15,7 @@ use futures::FutureExt;
 use persistence::OutboxRow;
 use persistence::outage_log::RetryLog;
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
@@ -122,8 +123,4 @@ impl UnreadableEvents {
             self.ids.extend(ids);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -53,7 +53,7 @@ pub async fn run(pool: PgPool, environment: Arc<dyn Environment>) -> anyhow::Res
         "count the entities",
         "add up the sums of entities",
         "make partitions",
-        "forget old command ids",
+        "delete old command ids",
         "forget silent members",
         "store the nodes of allocations",
     ]
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn command_ids_are_kept_for_as_long_as_the_policy_in_force_says() {
+    async fn command_ids_are_stored_for_as_long_as_the_policy_in_force_says() {
         let db = TestDatabase::fresh().await;
         sqlx::query(
             "INSERT INTO command (id, entity, shard, digest, reply, created_at)

@@ -81,7 +81,7 @@ async fn dead_event_of_the_payment_processor_raises_an_alert_and_is_dismissed_by
     let alert = alerts.expect("pager", "GPUAASProcessorEventsDead", true).await;
 
     let seen = follow(folder.path(), &alert, PAGE, &["Look here"], "").await;
-    assert!(seen.contains("evt_1") && seen.contains("5000"), "the page shows the event and its error: {seen}");
+    assert!(seen.contains("evt_1") && seen.contains("50.00 USD"), "the page shows the event and its error: {seen}");
     let events = cluster.admin.get("/api/v1/admin/billing/processor-events?state=dead").await.ok();
     let given = format!("event={}", events["items"][0]["id"].as_str().unwrap());
     let fixed = follow(folder.path(), &alert, PAGE, &["Fix: dismiss an event", "Afterwards"], &given).await;

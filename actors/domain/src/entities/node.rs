@@ -514,7 +514,7 @@ impl Node {
 
     fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
-            Fact::MachineToken { token_id, token_sha256, image } => {
+            Fact::MachineTokenMade { token_id, token_sha256, image } => {
                 self.machine_token((token_id, token_sha256), image, ctx)
             }
             Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),

@@ -5,7 +5,8 @@ mod command;
 pub use crate::time::Timestamp;
 pub(crate) use command::impl_command_from;
 pub use command::{
-    AnyCommand, Command, CommandSort, FIRST_ENCODING, Maintenance, NoCommand, Request, TickOnly, VERSIONED_SKU_REVISIONS,
+    AnyCommand, Command, CommandSort, FIRST_ENCODING, Maintenance, NoCommand, Request, TickOnly,
+    VERSIONED_SKU_REVISIONS,
 };
 
 use crate::audit::AuditRecord;

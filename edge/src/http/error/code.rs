@@ -291,8 +291,9 @@ impl Code {
                 &[
                     "The caller has used up the limit of the route's group; `details` names the policy key, the limit and its window.",
                     "Too many enrollments came from one address.",
+                    "Too many tokens wait whose key the identity provider has not published.",
                 ],
-                "Wait as long as `Retry-After` says, and keep to the rate in `RateLimit-Policy`.",
+                "Wait as long as `Retry-After` says, then send the same request again, and keep to the rate in `RateLimit-Policy`.",
             )
             .after(1),
             Self::HeadersTooLarge => row(

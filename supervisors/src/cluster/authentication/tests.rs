@@ -195,7 +195,7 @@ fn time_in_transit_is_counted_by_the_shared_time() {
 }
 
 #[test]
-fn command_ids_are_kept_for_longer_than_events_are_accepted_whatever_the_policy() {
+fn command_ids_are_stored_for_longer_than_events_are_accepted_whatever_the_policy() {
     let ValueBounds::Int { min, .. } = PolicyKey::RetentionCommandIds.bounds() else { panic!("hours are a number") };
     assert!(TimeDelta::hours(min) > MAX_EVENT_AGE, "{min} hours");
 }

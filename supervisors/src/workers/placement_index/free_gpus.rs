@@ -1,5 +1,6 @@
 //! The index of free GPUs, the search for a node in it, and its comparison with Postgres.
 
+use crate::mutex::lock;
 use dashmap::DashMap;
 use domain::node::Node;
 use domain::placement::{IndexUpdate, IndexedVersion, NodeCapacity, PlacementIndex, PlacementRequest};
@@ -8,7 +9,7 @@ use persistence::queries::NodeRow;
 use persistence::{Reads, StoreError};
 use prometheus::{IntCounter, IntGauge, Registry};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -325,10 +326,6 @@ impl FreeGpuIndex {
 pub(super) fn capacity(row: &NodeRow) -> NodeCapacity {
     let node = serde_json::from_str::<Node>(&row.body);
     node.map_or_else(|_| NodeCapacity::none(row.node, row.sku), |node| NodeCapacity::of(&node))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

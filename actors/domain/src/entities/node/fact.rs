@@ -10,8 +10,11 @@ use serde::{Deserialize, Serialize};
 #[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Fact {
-    /// The worker is about to have the machine deployed, with this token in its user data.
-    MachineToken {
+    /// The token that the worker puts into the user data of the machine's next deployment was made. Its name between members is that of earlier
+    /// releases.
+    #[serde(rename = "machine_token")]
+    #[strum(serialize = "machine_token")]
+    MachineTokenMade {
         token_id: TokenId,
         token_sha256: [u8; 32],
         /// The image that is ordered; absent where the worker is of a release that does not name it.

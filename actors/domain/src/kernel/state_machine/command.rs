@@ -29,8 +29,8 @@ pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 's
     }
 
     /// The encoding between members that first has all of what the command says. A member of a release that does not know the encoding
-    /// refuses the command. One that has more than its receiver must not ignore, as a precondition that an earlier release has not, is of
-    /// the encoding that came with it.
+    /// refuses the command. A command that has a field which an earlier release would ignore, and must not (a precondition), needs the
+    /// encoding that introduced the field.
     fn encoding(&self) -> u16 {
         FIRST_ENCODING
     }

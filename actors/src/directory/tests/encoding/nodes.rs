@@ -186,8 +186,8 @@ fn node_commands() -> Vec<node::Command> {
         Instruction::Fence { allocation_id: TENANT, attempt: 1 }.into(),
         Instruction::Abandon { allocation_id: TENANT }.into(),
         Request::Reimage { reason: text() }.into(),
-        Fact::MachineToken { token_id: TokenId(ALLOCATION), token_sha256: [4; 32], image: None }.into(),
-        Fact::MachineToken {
+        Fact::MachineTokenMade { token_id: TokenId(ALLOCATION), token_sha256: [4; 32], image: None }.into(),
+        Fact::MachineTokenMade {
             token_id: TokenId(ALLOCATION),
             token_sha256: [4; 32],
             image: Some(OrderedImage { digest: Some(text()) }),

@@ -29,7 +29,7 @@ pub(super) fn token() -> Fact {
 
 /// The token of a deployment that a worker orders with this image.
 pub(super) fn ordered_with(image: Option<OrderedImage>) -> Fact {
-    Fact::MachineToken { token_id: TokenId(Uuid::from_u128(5)), token_sha256: TOKEN, image }
+    Fact::MachineTokenMade { token_id: TokenId(Uuid::from_u128(5)), token_sha256: TOKEN, image }
 }
 
 impl Story {
@@ -92,7 +92,7 @@ fn token_holds_for_the_deployment_and_the_time_of_any_other() {
     let expires_at = story.node.identity.token.as_ref().unwrap().expires_at;
     assert_eq!(expires_at, start() + DEPLOY + TimeDelta::seconds(3600));
     // A second one, after a kill between both, voids the first.
-    let repeated = Fact::MachineToken { token_id: TokenId(Uuid::from_u128(6)), token_sha256: [9; 32], image: None };
+    let repeated = Fact::MachineTokenMade { token_id: TokenId(Uuid::from_u128(6)), token_sha256: [9; 32], image: None };
     let repeated = story.after_fact(repeated);
     let refused = repeated.refuses(&agent(), provided_enrollment("old"));
     assert_eq!(refused, Rejection::TokenRefused { cause: EnrollmentTokenFault::Mismatch });
