@@ -73,6 +73,7 @@ async fn dead_event_of_the_payment_processor_raises_an_alert_and_is_dismissed_by
     let path = format!("{EVENTS}?state=retrying");
     let retried = cluster.admin.wait_until(&path, "each has failed", are_retried).await;
     cluster.set_policy("billing.webhook_max_attempts", 1).await;
+    alerts.expect("pager", "GPUAASPaymentsUnderReview", true).await;
     for it in retried["items"].as_array().unwrap() {
         let order = if it["event_id"] == "evt_1" { "retry" } else { "dismiss" };
         let path = format!("{EVENTS}/{}/{order}", it["id"].as_str().unwrap());
