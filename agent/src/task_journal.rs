@@ -6,7 +6,7 @@
 //! corruption, and stops the agent.
 //!
 //! A disk that takes no line keeps no tenant: a release, which may be executed any number of times, begins without its line, and the results of
-//! all tasks count in memory. No other task begins. The file is written anew, whole, as soon as there is room.
+//! all tasks count in memory. No other task begins. The whole file is rewritten as soon as there is room.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -123,8 +123,6 @@ type Written = oneshot::Sender<Result<(), JournalError>>;
 #[derive(Debug)]
 pub struct Journal {
     records: Arc<Mutex<Records>>,
-    /// Whether the file had all that the agent before had done.
-    was_complete: bool,
     unwritten: Arc<Mutex<Option<String>>>,
     writer: mpsc::Sender<(JournalEntry, Written)>,
 }
@@ -137,8 +135,10 @@ impl Journal {
     /// [`JournalError`] when it cannot be read, or is corrupt.
     pub fn open(path: &Path, clock: &ServerClock) -> Result<Self, JournalError> {
         let content = atomic_file::read_bytes_if_there(path)?.unwrap_or_default();
-        let was_complete = content.is_empty() || completeness_mark(path).exists();
         let mut records = read(&content, path)?;
+        if !completeness_mark(path).exists() {
+            records.retain(|_, record| is_certain(record));
+        }
         forget(&mut records, clock);
         let records = Arc::new(Mutex::new(records));
         let unwritten = Arc::default();
@@ -148,15 +148,7 @@ impl Journal {
             .name("journal".to_owned())
             .spawn(move || writer.write_until_closed(&lines))
             .map_err(|error| JournalError::Write(Arc::new(error)))?;
-        Ok(Self { records, was_complete, unwritten, writer: sender })
-    }
-
-    /// Whether the agent may go on by itself with a task that the agent before has not finished. By a file that lacks lines, a tenant may be there
-    /// whose release is done and recorded: then the control plane, which knows, offers what is still wanted. A release takes nothing from
-    /// any later tenant.
-    #[must_use]
-    pub fn may_resume(&self, task: &Task) -> bool {
-        self.was_complete || matches!(task, Task::Release(_))
+        Ok(Self { records, unwritten, writer: sender })
     }
 
     /// The condition that the disk does not take what this journal has, which names why.
@@ -222,6 +214,16 @@ impl Journal {
 /// A file that is beside the journal while that has all that counts. Its removal needs no room on the disk.
 fn completeness_mark(journal: &Path) -> PathBuf {
     journal.with_extension("complete")
+}
+
+/// Whether a record counts that is from a file which may lack later lines. A task that would be executed again does not: its failure, or the
+/// release of its tenant, may be recorded by the control plane, which offers what is still wanted. A release takes nothing from any later tenant.
+fn is_certain(record: &TaskRecord) -> bool {
+    match &record.phase {
+        Phase::Accepted => matches!(record.payload.task, Task::Release(_)),
+        Phase::Started => !record.payload.task.is_idempotent() || matches!(record.payload.task, Task::Release(_)),
+        Phase::Done(_) | Phase::Reported(_) => true,
+    }
 }
 
 fn releases(record: &TaskRecord, allocation_id: Uuid) -> bool {
@@ -382,22 +384,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn from_a_journal_that_lacked_lines_a_release_is_resumed_and_no_other_task() {
+    async fn journal_that_lacked_lines_has_at_no_later_start_a_task_that_would_be_executed_again_but_a_release() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.jsonl");
-        let release = Task::Release(Release { allocation_id: Uuid::nil(), user_name: "u".into(), devices: Vec::new() });
-        let other = Task::Validate { load: None };
         let clock = clock(Utc::now());
-        let accepted = JournalEntry::Accepted { payload: payload(1, 1, soon()) };
-        Journal::open(&path, &clock).unwrap().append(accepted).await.unwrap();
-        let resumed = || {
-            let journal = Journal::open(&path, &clock).unwrap();
-            [&release, &other].map(|task| journal.may_resume(task))
+        let release = Release { allocation_id: Uuid::nil(), user_name: "u".into(), devices: Vec::new() };
+        let release = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
+        let journal = Journal::open(&path, &clock).unwrap();
+        for payload in [release, payload(2, 1, soon())] {
+            journal.append(JournalEntry::Accepted { payload }).await.unwrap();
+        }
+        drop(journal);
+        let unreported = || {
+            let records = Journal::open(&path, &clock).unwrap().unreported();
+            records.into_iter().map(|record| record.payload.task_id.as_u128()).collect::<Vec<_>>()
         };
-        assert_eq!(resumed(), [true, true]);
+        assert_eq!(unreported(), [1, 2], "it has all lines");
         fs::remove_file(folder.path().join("journal.complete")).unwrap();
-        assert_eq!(resumed(), [true, false]);
-        assert_eq!(resumed(), [true, true], "it was written anew");
+        assert_eq!(unreported(), [1]);
+        assert_eq!(unreported(), [1], "nor at the start after");
     }
 
     #[tokio::test]

@@ -63,12 +63,6 @@ impl Agent {
                 TaskPlan::Execute if payload.expires_at <= self.clock.now() => {
                     warn!(error_code = "task_expired", "the task expired before its end; the control plane decides");
                 }
-                TaskPlan::Execute if !self.journal.may_resume(&payload.task) => {
-                    warn!(
-                        error_code = "journal",
-                        "the journal lacks lines; the task goes on if the control plane offers it again"
-                    );
-                }
                 TaskPlan::Execute => {
                     info!(was_started = record.phase == Phase::Started, "a task from before the restart goes on");
                     self.spawn_execution(payload, origin, None);
