@@ -22,6 +22,7 @@ mod child;
 mod cuda;
 mod fabric;
 mod pci_addresses;
+mod topology;
 
 pub use child::serve;
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
-use wire::inventory::{GpuInfo, GpuSource};
+use wire::inventory::{GpuInfo, GpuSource, GpuTopology};
 
 use crate::gpu_probe::{GpuCondition, GpuError, GpuProbe, GpuSurvey, SurveyedGpu};
 
@@ -184,6 +184,7 @@ fn simulate(node_id: Uuid, simulated: &GpuSimulation) -> Vec<GpuInfo> {
             vendor: "NVIDIA".to_owned(),
             model: simulated.model.clone(),
             memory_mib: simulated.memory_mib,
+            topology: GpuTopology::default(),
         })
         .collect()
 }

@@ -203,6 +203,32 @@ async fn conditions_of_the_driver_are_findings_of_their_gpu() {
 }
 
 #[tokio::test]
+async fn inventory_says_which_gpus_active_nvlinks_connect() {
+    let mut node = GpuMachine::with_gpus(4).await;
+    let bus = node.machine.gpus.iter().map(|gpu| gpu.pci_bus).collect::<Vec<_>>();
+    // Bridges between 0 and 2, and between 1 and 3.
+    node.change(|machine| {
+        for (gpu, remote) in machine.gpus.iter_mut().zip([bus[2], bus[3], bus[0], bus[1]]) {
+            gpu.nvlink_remote_buses = vec![remote; 2];
+        }
+    });
+    let _agent = node.agent(&[]);
+    let domains = |node: &GpuMachine| -> Vec<_> {
+        let gpus = node.heartbeat().map(|heartbeat| heartbeat.inventory.gpus).unwrap_or_default();
+        gpus.into_iter().map(|gpu| gpu.topology.nvlink_domain).collect()
+    };
+    eventually(|| (domains(&node) == [Some(0), Some(1), Some(0), Some(1)]).then_some(())).await;
+    // One bridge is down, and of the other one the driver does not say where it leads.
+    node.change(|machine| {
+        machine.gpus[0].nvlinks = vec![false; 2];
+        machine.gpus[2].nvlinks = vec![false; 2];
+        machine.gpus[1].nvlink_remote_buses = Vec::new();
+        machine.gpus[3].errors.insert("nvmlDeviceGetNvLinkRemotePciInfo".to_owned(), UNKNOWN);
+    });
+    eventually(|| (domains(&node) == [None; 4]).then_some(())).await;
+}
+
+#[tokio::test]
 async fn gpu_in_a_mode_for_no_tenant_is_a_finding_and_fails_the_validation_until_the_mode_ends() {
     let mut node = GpuMachine::with_gpus(2).await;
     // As a repair has left it.

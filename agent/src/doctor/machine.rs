@@ -258,7 +258,7 @@ mod tests {
     use crate::gpu_probe::{GpuCondition, SurveyedGpu};
     use crate::terminal::skipped_tests;
     use telemetry::diagnosis::DiagnosticLevel::{Error, Ok as Fine, Warning};
-    use wire::inventory::GpuInfo;
+    use wire::inventory::{GpuInfo, GpuTopology};
 
     #[test]
     fn each_fault_of_the_driver_is_named_with_its_remedy() {
@@ -269,7 +269,14 @@ mod tests {
         assert!(judge(Err(GpuError::Hung { seconds: 10 })).action.unwrap().contains("reboot"));
         let replaced = GpuError::Process { message: "m".to_owned(), fault: ProcessFault::DriverReplaced };
         assert!(judge(Err(replaced)).action.unwrap().contains("once its last tenant is gone"));
-        let info = GpuInfo { index: 0, uuid: "GPU-1".into(), vendor: "v".into(), model: "m".into(), memory_mib: 1 };
+        let info = GpuInfo {
+            index: 0,
+            uuid: "GPU-1".into(),
+            vendor: "v".into(),
+            model: "m".into(),
+            memory_mib: 1,
+            topology: GpuTopology::default(),
+        };
         let condition = GpuCondition { mig: Some((true, true)), ..GpuCondition::default() };
         let pci_address = Some("0000:3b:00".to_owned());
         let gpus = vec![SurveyedGpu { info, pci_address, load: None, condition }];

@@ -14,6 +14,7 @@ use nvml_wrapper::enums::device::SampleValue;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::event::EventSet;
+use nvml_wrapper::struct_wrappers::device::PciInfo;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::sys_exports::field_id::{
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, NVML_FI_DEV_REMAPPED_FAILURE, NVML_FI_DEV_REMAPPED_PENDING,
@@ -21,12 +22,13 @@ use nvml_wrapper::sys_exports::field_id::{
 use nvml_wrapper::{Device, Nvml};
 use serde::Serialize;
 use wire::heartbeat::GpuTelemetry;
-use wire::inventory::{GpuInfo, is_gpu_uuid};
+use wire::inventory::{GpuInfo, GpuTopology, is_gpu_uuid};
 
 use nvml_wrapper_sys::bindings::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES as NO_RESOURCES;
 
 use super::fabric::FabricFunctions;
 use super::pci_addresses::{DRIVER_GPUS, Unreadable, described};
+use super::topology::{LinkedGpu, PCI_DEVICES, numa_node, nvlink_domains, remotes};
 use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, ProcessFault, Request, SurveyedGpu, cuda};
 
 /// With the number of its interface: the name without it belongs to development packages.
@@ -146,18 +148,24 @@ impl Session<'_> {
         let driver_version = self.nvml.sys_driver_version().ok();
         let mut survey =
             GpuSurvey { driver_version, is_library_replaced: is_library_replaced(), ..GpuSurvey::default() };
-        let mut unreadable = Vec::new();
+        let (mut unreadable, mut linked) = (Vec::new(), Vec::new());
         for index in 0..self.nvml.device_count()?.min(MAX_GPUS) {
             let mut address = None;
             let gpu = self.nvml.device_by_index(index).and_then(|device| {
                 address = pci_address(&device);
-                surveyed(&device, index, address.clone(), &self.fabric)
+                let gpu = surveyed(&device, index, address.clone(), &self.fabric)?;
+                linked.extend(linked_gpu(&device, &gpu));
+                Ok(gpu)
             });
             match gpu {
                 Ok(gpu) => survey.gpus.push(gpu),
                 Err(NvmlError::GpuLost) => survey.lost += 1,
                 Err(error) => unreadable.push(Unreadable { index, address, error: error.to_string() }),
             }
+        }
+        let domains = nvlink_domains(&linked);
+        for gpu in &mut survey.gpus {
+            gpu.info.topology.nvlink_domain = domains.get(&gpu.info.index).copied();
         }
         unreadable.extend(without_unnamed(&mut survey.gpus));
         unreadable.sort_by_key(|gpu| gpu.index);
@@ -238,8 +246,12 @@ fn is_library_replaced() -> bool {
 }
 
 fn pci_address(device: &Device<'_>) -> Option<String> {
-    let pci = device.pci_info().ok()?;
-    Some(format!("{:04x}:{:02x}:{:02x}", pci.domain, pci.bus, pci.device))
+    device.pci_info().ok().map(|pci| address_of(&pci))
+}
+
+/// As the kernel log writes it.
+pub(super) fn address_of(pci: &PciInfo) -> String {
+    format!("{:04x}:{:02x}:{:02x}", pci.domain, pci.bus, pci.device)
 }
 
 /// A GPU without a UUID cannot be named. Everything else that the driver does not report is unknown.
@@ -266,9 +278,18 @@ fn surveyed(
         vendor: "NVIDIA".to_owned(),
         model: name.strip_prefix("NVIDIA ").unwrap_or(&name).to_owned(),
         memory_mib: memory.map_or(0, |memory| memory.total / MIB),
+        topology: GpuTopology {
+            numa_node: pci_address.as_ref().and_then(|address| numa_node(address, Path::new(PCI_DEVICES))),
+            nvlink_domain: None,
+        },
     };
     let condition = GpuCondition { fabric: fabric.read(device), unreported, ..condition(device) };
     Ok(SurveyedGpu { info, pci_address, load: Some(load), condition })
+}
+
+fn linked_gpu(device: &Device<'_>, gpu: &SurveyedGpu) -> Option<LinkedGpu> {
+    let active = gpu.condition.nvlinks_active.as_ref()?;
+    Some(LinkedGpu { index: gpu.info.index, address: gpu.pci_address.clone()?, remotes: remotes(device, active) })
 }
 
 /// A property that every GPU has; `None` where the driver does not report it. That the GPU does not have it is no error.

@@ -169,7 +169,7 @@ fn misconfiguration(value: u32) -> Option<String> {
 mod tests {
     use uuid::Uuid;
     use wire::finding::{MAX_FINDING_DETAIL, MAX_FINDING_NAME};
-    use wire::inventory::GpuInfo;
+    use wire::inventory::{GpuInfo, GpuTopology};
 
     use super::*;
     use crate::gpu_probe::{GpuCondition, SurveyedGpu};
@@ -193,6 +193,7 @@ mod tests {
                 vendor: "NVIDIA".into(),
                 model: "H100".into(),
                 memory_mib: 1,
+                topology: GpuTopology::default(),
             },
             pci_address: None,
             load: None,

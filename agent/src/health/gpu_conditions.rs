@@ -120,7 +120,7 @@ fn recovery_action(action: u32) -> String {
 #[cfg(test)]
 mod tests {
     use uuid::Uuid;
-    use wire::inventory::GpuInfo;
+    use wire::inventory::{GpuInfo, GpuTopology};
 
     use super::*;
     use crate::gpu_probe::{GpuCondition, GpuFabric, SurveyedGpu};
@@ -129,8 +129,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut log = FindingLog::open(folder.path(), Uuid::nil());
         log.nvlinks_down("GPU-1", &[0, 1]);
-        let info =
-            GpuInfo { index: 0, uuid: "GPU-1".into(), vendor: "NVIDIA".into(), model: "H100".into(), memory_mib: 1 };
+        let info = GpuInfo {
+            index: 0,
+            uuid: "GPU-1".into(),
+            vendor: "NVIDIA".into(),
+            model: "H100".into(),
+            memory_mib: 1,
+            topology: GpuTopology::default(),
+        };
         let gpu = SurveyedGpu { info, pci_address: None, load: None, condition };
         let survey = GpuSurvey { gpus: vec![gpu], ..GpuSurvey::default() };
         let found = observed(&survey, &mut log);
@@ -167,6 +173,7 @@ mod tests {
                 vendor: "NVIDIA".into(),
                 model: "H100".into(),
                 memory_mib: 1,
+                topology: GpuTopology::default(),
             };
             let condition = GpuCondition { mig, compute_mode, ..GpuCondition::default() };
             let pci_address = address.map(str::to_owned);

@@ -277,9 +277,17 @@ mod tests {
     use super::super::finding_log::FindingKey;
     use super::*;
     use crate::gpu_probe::{GpuCondition, SurveyedGpu};
+    use wire::inventory::GpuTopology;
 
     fn gpu(index: u32) -> GpuInfo {
-        GpuInfo { index, uuid: format!("GPU-{index}"), vendor: "NVIDIA".into(), model: "H100".into(), memory_mib: 1 }
+        GpuInfo {
+            index,
+            uuid: format!("GPU-{index}"),
+            vendor: "NVIDIA".into(),
+            model: "H100".into(),
+            memory_mib: 1,
+            topology: GpuTopology::default(),
+        }
     }
 
     fn survey(gpus: &[GpuInfo]) -> GpuSurvey {

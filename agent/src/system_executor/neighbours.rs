@@ -201,7 +201,7 @@ fn log_unguarded(guarded: Result<(), UnguardedLoopback>) {
 
 #[cfg(test)]
 mod tests {
-    use wire::inventory::GpuInfo;
+    use wire::inventory::{GpuInfo, GpuTopology};
 
     use super::*;
     use crate::gpu_probe::{GpuCondition, SurveyedGpu};
@@ -209,7 +209,14 @@ mod tests {
     fn survey(uuids: &[&str]) -> GpuSurvey {
         let gpu = |uuid: &&str| {
             let (vendor, model) = ("NVIDIA".into(), "H100".into());
-            let info = GpuInfo { index: 0, uuid: (*uuid).into(), vendor, model, memory_mib: 1 };
+            let info = GpuInfo {
+                index: 0,
+                uuid: (*uuid).into(),
+                vendor,
+                model,
+                memory_mib: 1,
+                topology: GpuTopology::default(),
+            };
             SurveyedGpu { info, pci_address: None, load: None, condition: GpuCondition::default() }
         };
         GpuSurvey { gpus: uuids.iter().map(gpu).collect(), ..GpuSurvey::default() }

@@ -120,6 +120,26 @@ pub struct GpuInfo {
     pub vendor: String,
     pub model: String,
     pub memory_mib: u64,
+    #[serde(default, skip_serializing_if = "GpuTopology::is_unknown")]
+    pub topology: GpuTopology,
+}
+
+/// What a GPU is near to in its machine. What is unknown is absent.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuTopology {
+    /// The NUMA node of its PCI slot: on most machines, the socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub numa_node: Option<u32>,
+    /// The lowest index of the GPUs that active NVLinks connect it with, directly or by switches; it counts itself. Absent where it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nvlink_domain: Option<u32>,
+}
+
+impl GpuTopology {
+    #[must_use]
+    pub fn is_unknown(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// A GPU as tasks name it.

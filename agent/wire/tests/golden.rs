@@ -17,7 +17,7 @@ use wire::heartbeat::{
     Alert, Classification, GpuTelemetry, HealthLevel, HealthReport, Heartbeat, HeartbeatAnswer, PollSettings,
     RunningTask, Telemetry,
 };
-use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, GpuTopology, NodeInventory};
 use wire::recording::{RecordMode, RecordTerms};
 use wire::task::{
     DeviceRef, OpenTerminal, Provision, ReconcileSshKeys, Release, ResultAnswer, ResultReceipt, Task, TaskError,
@@ -67,6 +67,7 @@ fn inventory() -> NodeInventory {
             vendor: "NVIDIA".into(),
             model: "H100".into(),
             memory_mib: 81_920,
+            topology: GpuTopology::default(),
         }],
         gpu_source: GpuSource::Simulated,
         driver_version: Some("570.86.15".into()),

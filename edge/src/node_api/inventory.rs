@@ -3,6 +3,7 @@
 use crate::http::error::ApiError;
 use crate::http::visible_text::is_blank;
 use chrono::{DateTime, Utc};
+use domain::hardware::GpuLocality;
 use domain::node::{
     FindingReport, NodeHealth, NodeHealthStatus, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
 };
@@ -92,6 +93,7 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
         uuid: gpu.uuid,
         model: gpu.model,
         memory_mib: gpu.memory_mib,
+        locality: GpuLocality { numa_node: gpu.topology.numa_node, nvlink_domain: gpu.topology.nvlink_domain },
     };
     let (executor, isolates_devices) = match sent.executor {
         ExecutorKind::Sandbox => ("sandbox", false),

@@ -140,7 +140,9 @@ pub struct FakeGpu {
     pub remap_failed: Option<bool>,
     pub recovery_action: Option<u32>,
     pub slowdown_reasons: Option<u64>,
+    /// Whether each of its links is active, and the bus of the GPU or switch at its other end.
     pub nvlinks: Vec<bool>,
+    pub nvlink_remote_buses: Vec<u32>,
     pub fabric: Option<FakeFabric>,
     pub pcie_width: Option<(u32, u32)>,
     /// Whether it is divided into instances, and whether it is after its next reset: 0 or 1.

@@ -167,14 +167,14 @@ of_device! {
     nvmlDeviceGetMaxPcieLinkWidth -> c_uint = |_index, gpu| gpu.pcie_width.map(|width| width.1).ok_or(NOT_SUPPORTED);
     nvmlDeviceGetSupportedEventTypes -> c_ulonglong = |_index, _gpu| Ok(nvml::nvmlEventTypeXidCriticalError.into());
     nvmlDeviceGetComputeMode -> nvml::nvmlComputeMode_t = |_index, gpu| gpu.compute_mode.ok_or(NOT_SUPPORTED);
-    nvmlDeviceGetPciInfo_v3 -> nvml::nvmlPciInfo_t = |_index, gpu| Ok(pci_info(&gpu));
+    nvmlDeviceGetPciInfo_v3 -> nvml::nvmlPciInfo_t = |_index, gpu| Ok(pci_info_of_bus(gpu.pci_bus));
 }
 
-fn pci_info(gpu: &FakeGpu) -> nvml::nvmlPciInfo_t {
+fn pci_info_of_bus(bus: u32) -> nvml::nvmlPciInfo_t {
     let mut info = nvml::nvmlPciInfo_t {
         busIdLegacy: [0; 16],
         domain: 0,
-        bus: gpu.pci_bus,
+        bus,
         device: 0,
         pciDeviceId: 0x2330_10de,
         pciSubSystemId: 0,
@@ -185,8 +185,8 @@ fn pci_info(gpu: &FakeGpu) -> nvml::nvmlPciInfo_t {
             *to = c_char::from_ne_bytes([from]);
         }
     };
-    copy(format!("0000:{:02X}:00.0", gpu.pci_bus), &mut info.busIdLegacy);
-    copy(format!("00000000:{:02X}:00.0", gpu.pci_bus), &mut info.busId);
+    copy(format!("0000:{bus:02X}:00.0"), &mut info.busIdLegacy);
+    copy(format!("00000000:{bus:02X}:00.0"), &mut info.busId);
     info
 }
 
@@ -352,6 +352,17 @@ extern "C" fn nvmlDeviceGetTotalEccErrors(
 extern "C" fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, link: c_uint, is_active: *mut c_uint) -> nvmlReturn_t {
     let state = |gpu: FakeGpu| gpu.nvlinks.get(link as usize).map(|is_active| (*is_active).into());
     give(is_active, gpu("nvmlDeviceGetNvLinkState", device).and_then(|(_, gpu)| state(gpu).ok_or(NOT_SUPPORTED)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetNvLinkRemotePciInfo_v2(
+    device: nvmlDevice_t,
+    link: c_uint,
+    out: *mut nvml::nvmlPciInfo_t,
+) -> nvmlReturn_t {
+    let remote = |gpu: FakeGpu| gpu.nvlink_remote_buses.get(link as usize).copied().map(pci_info_of_bus);
+    let found = gpu("nvmlDeviceGetNvLinkRemotePciInfo_v2", device);
+    give(out, found.and_then(|(_, gpu)| remote(gpu).ok_or(NOT_SUPPORTED)))
 }
 
 /// Sets the fields of a structure of the caller, and leaves the bytes between them as they are: some clients read a longer field than there is.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
-use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, GpuTopology, NodeInventory};
 use wire::task::{SignedEnvelope, Task, TaskError, TaskPayload, TaskResult, TaskStatus, Verifiers, open};
 use wire::{PublicKey, VerifierSet};
 
@@ -386,6 +386,7 @@ pub fn inventory(node: Uuid, gpus: u32) -> NodeInventory {
         vendor: "NVIDIA".to_owned(),
         model: GPU_MODEL.to_owned(),
         memory_mib: GPU_MEMORY_MIB,
+        topology: GpuTopology::default(),
     };
     NodeInventory {
         hostname: "by-hand".to_owned(),

@@ -1,6 +1,6 @@
 //! A node as it is registered, and its hardware as its agent reports it. The tests of `domain` have this file as a module.
 
-use domain::hardware::PromisedHardware;
+use domain::hardware::{GpuLocality, PromisedHardware};
 use domain::metadata::Metadata;
 use domain::node::{Node, OnboardingMode, Registration, ReportedGpu, ReportedInventory, Request};
 use domain::policy::PolicyBook;
@@ -46,8 +46,13 @@ pub fn registered_node(id: NodeId, registration: Registration, now: Timestamp) -
 /// Free H100s of 80,000 MiB, whose UUIDs have the machine's name and their index. The agent isolates devices.
 #[must_use]
 pub fn reported_inventory(machine: impl Display, gpus: u32) -> ReportedInventory {
-    let gpu =
-        |index| ReportedGpu { index, uuid: format!("GPU-{machine}-{index}"), model: "H100".into(), memory_mib: 80_000 };
+    let gpu = |index| ReportedGpu {
+        index,
+        uuid: format!("GPU-{machine}-{index}"),
+        model: "H100".into(),
+        memory_mib: 80_000,
+        locality: GpuLocality::default(),
+    };
     ReportedInventory {
         gpus: (0..gpus).map(gpu).collect(),
         gpu_source: "simulated".into(),

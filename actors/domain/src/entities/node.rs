@@ -45,7 +45,7 @@
 //! | `contact` | polls, heartbeats and ticks |
 //! | `gpu_claims` | what a command becomes where another node has the GPUs |
 //!
-//! This file dispatches commands to them. `request`, `instruction` and `fact` define the commands, `explanation` and `report_reasons` the
+//! This file dispatches commands to them. `gpu_choice` chooses among free GPUs. `request`, `instruction` and `fact` define the commands, `explanation` and `report_reasons` the
 //! texts for callers, `agent_task` the tasks that an agent receives, and `stored_node` the form in which a node is stored.
 //!
 //! # Order
@@ -63,6 +63,7 @@ mod bare_metal;
 mod contact;
 mod explanation;
 mod fact;
+mod gpu_choice;
 mod gpu_claims;
 mod gpu_summand;
 mod health;

@@ -10,6 +10,24 @@ pub struct GpuDevice {
     pub uuid: String,
 }
 
+/// What a GPU is near to in its machine. What is unknown is absent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuLocality {
+    /// On most machines, its socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub numa_node: Option<u32>,
+    /// The lowest index of the GPUs that NVLinks connect it with; it counts itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nvlink_domain: Option<u32>,
+}
+
+impl GpuLocality {
+    #[must_use]
+    pub fn is_unknown(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// The devices and the login of an allocation on its node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {

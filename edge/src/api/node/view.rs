@@ -162,6 +162,10 @@ pub(in crate::api) struct GpuView {
     uuid: String,
     model: String,
     memory_mib: u64,
+    /// The NUMA node of its slot; null where it is not known.
+    numa_node: Option<u32>,
+    /// GPUs with the same number are connected by NVLinks, directly or by switches; null where it has none.
+    nvlink_domain: Option<u32>,
     /// The allocation that holds it.
     allocation_id: Option<Uuid>,
     /// True where no allocation holds it and nothing withholds it. The node has to take allocations, too.
@@ -357,7 +361,7 @@ impl NodeView {
 impl InventoryView {
     fn of(node: &Node) -> Option<Self> {
         let inventory = node.machine.inventory.as_ref()?;
-        let free: BTreeSet<_> = node.free_devices().map(|device| device.uuid).collect();
+        let free: BTreeSet<_> = node.free_gpus().map(|gpu| &gpu.uuid).collect();
         let holders: BTreeMap<_, _> = node
             .tenancy
             .holds
@@ -369,6 +373,8 @@ impl InventoryView {
             uuid: gpu.uuid.clone(),
             model: gpu.model.clone(),
             memory_mib: gpu.memory_mib,
+            numa_node: gpu.locality.numa_node,
+            nvlink_domain: gpu.locality.nvlink_domain,
             allocation_id: holders.get(&gpu.uuid).copied(),
             is_free: free.contains(&gpu.uuid),
         };

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
-use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, GpuTopology, NodeInventory};
 use wire::task::TaskPayload;
 
 pub(crate) fn h100s(count: u32) -> NodeInventory {
@@ -28,6 +28,7 @@ pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> NodeInventory {
         vendor: "NVIDIA".into(),
         model: "H100".into(),
         memory_mib: 81_559,
+        topology: GpuTopology::default(),
     };
     NodeInventory {
         hostname: "node-1".into(),

@@ -1,6 +1,6 @@
 //! The readiness of a node, read from all of its parts: what its machine lacks, what excludes an allocation, which GPUs are free.
 
-use super::{Evacuation, HardwareComparison, HoldAuthor, Node, Phase, RepairView};
+use super::{Evacuation, HardwareComparison, HoldAuthor, Node, Phase, RepairView, ReportedGpu};
 use crate::event::GpuDevice;
 use crate::id::AllocationId;
 use crate::state_machine::{Timestamp, TransitionContext};
@@ -135,7 +135,7 @@ impl Node {
         if self.not_schedulable().is_some() {
             return 0;
         }
-        u32::try_from(self.free_devices().count()).unwrap_or(0)
+        u32::try_from(self.free_gpus().count()).unwrap_or(0)
     }
 
     /// How many more GPUs a new allocation could get, if the node's health did not prevent it.
@@ -145,7 +145,7 @@ impl Node {
             return 0;
         }
         let (is_withheld, withheld) = (self.health.withheld().is_some(), self.withheld_gpus());
-        let withheld = self.unheld_devices().filter(|device| is_withheld || withheld.contains(device.uuid.as_str()));
+        let withheld = self.unheld_gpus().filter(|gpu| is_withheld || withheld.contains(gpu.uuid.as_str()));
         u32::try_from(withheld.count()).unwrap_or(0)
     }
 
@@ -156,15 +156,14 @@ impl Node {
     }
 
     /// The GPUs that a new tenant can get, in the order of their index.
-    pub fn free_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
+    pub fn free_gpus(&self) -> impl Iterator<Item = &ReportedGpu> {
         let withheld = self.withheld_gpus();
-        self.unheld_devices().filter(move |device| !withheld.contains(device.uuid.as_str()))
+        self.unheld_gpus().filter(move |gpu| !withheld.contains(gpu.uuid.as_str()))
     }
 
     /// The GPUs without a hold, in the order of their index. Before the agent's first report there are none.
-    fn unheld_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
+    fn unheld_gpus(&self) -> impl Iterator<Item = &ReportedGpu> {
         let held: BTreeSet<&str> = self.tenancy.held_gpus().collect();
-        let unheld = self.machine.gpus().filter(move |gpu| !held.contains(gpu.uuid.as_str()));
-        unheld.map(|gpu| GpuDevice { index: gpu.index, uuid: gpu.uuid.clone() })
+        self.machine.gpus().filter(move |gpu| !held.contains(gpu.uuid.as_str()))
     }
 }

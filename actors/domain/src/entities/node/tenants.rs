@@ -1,5 +1,6 @@
 //! What allocations ask of a node: reservations, set-ups, clean-ups.
 
+use super::gpu_choice::closest;
 use super::{Node, Rejection, Reply, StateCode, user_name};
 use crate::event::Event;
 use crate::hardware::Placement;
@@ -27,7 +28,7 @@ impl Node {
         if let Some(why) = self.not_isolable(gpu_count).filter(|_| reimages) {
             return Err(Rejection::NotSchedulable { why });
         }
-        let devices: Vec<_> = self.free_devices().take(gpu_count as usize).collect();
+        let devices = closest(self.free_gpus().collect(), gpu_count as usize);
         if devices.len() < gpu_count as usize {
             return Err(Rejection::NotEnoughGpus { free: self.gpus_free(), wanted: gpu_count });
         }

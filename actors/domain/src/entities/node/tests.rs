@@ -72,8 +72,11 @@ fn registration() -> Registration {
 }
 
 fn inventory(gpus: u32) -> ReportedInventory {
-    let gpu = |index| ReportedGpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 79_000 };
-    ReportedInventory { gpus: (0..gpus).map(gpu).collect(), ..node_fixture::reported_inventory("", 0) }
+    let mut inventory = node_fixture::reported_inventory("", gpus);
+    for gpu in &mut inventory.gpus {
+        (gpu.uuid, gpu.memory_mib) = (format!("GPU-{}", gpu.index), 79_000);
+    }
+    inventory
 }
 
 fn seen(boot_id: &str) -> Box<AgentContact> {

@@ -1,6 +1,7 @@
 //! Nodes, and what is decided about them: their SKUs, their health rules, rollouts of their agent.
 
 use super::*;
+use domain::hardware::GpuLocality;
 use domain::node::{
     self, AgentContact, AgentTask, CertificateRecord, Enrollment, EnrollmentTokenFault, FindingAcceptance,
     FindingReport, LastHeartbeat, Node, NodeHealth, NodeTask, NodeTaskPhase, OnboardingMode, OrderedImage, PendingTask,
@@ -33,7 +34,13 @@ fn update() -> node::AgentUpdate {
 
 fn inventory() -> ReportedInventory {
     ReportedInventory {
-        gpus: vec![ReportedGpu { index: 0, uuid: "GPU-0".into(), model: "H100".into(), memory_mib: u64::MAX }],
+        gpus: vec![ReportedGpu {
+            index: 0,
+            uuid: "GPU-0".into(),
+            model: "H100".into(),
+            memory_mib: u64::MAX,
+            locality: GpuLocality::default(),
+        }],
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
         isolates_devices: true,

@@ -1,5 +1,6 @@
 //! The machine's inventory as the agent reports it.
 
+use crate::hardware::GpuLocality;
 use serde::{Deserialize, Serialize};
 
 /// The machine's inventory as the agent reports it.
@@ -48,4 +49,7 @@ pub struct ReportedGpu {
     pub uuid: String,
     pub model: String,
     pub memory_mib: u64,
+    /// Unknown to agents of earlier releases.
+    #[serde(default, skip_serializing_if = "GpuLocality::is_unknown")]
+    pub locality: GpuLocality,
 }

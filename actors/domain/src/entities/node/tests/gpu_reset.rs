@@ -587,8 +587,8 @@ fn property_of_resets(totals: &std::cell::RefCell<Seen>) {
                     prop_assert!(in_reset.contains(&gpu), "{gpu} is not withheld");
                     prop_assert!(!node.tenancy.holds_gpu(&gpu), "{gpu} has a tenant");
                 }
-                for device in node.free_devices() {
-                    prop_assert!(!in_reset.contains(&device.uuid), "{} is free", device.uuid);
+                for gpu in node.free_gpus() {
+                    prop_assert!(!in_reset.contains(&gpu.uuid), "{} is free", gpu.uuid);
                 }
                 let is_rebooted =
                     node.tasks.by_id.values().any(|task| task.task_type == TaskType::NodeReboot && !task.has_ended());

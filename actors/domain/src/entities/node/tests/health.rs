@@ -92,7 +92,7 @@ fn every_row_has_its_consequences_for_its_gpu_and_for_no_other() {
         let is_quarantined = is_machine && is_credited || rule.has(FindingClass::Quarantine);
         let state = if is_quarantined { "quarantined" } else { "active" };
         assert_eq!(of_other.node.state(), state, "{name}");
-        let free: Vec<_> = of_other.node.free_devices().map(|gpu| gpu.index).collect();
+        let free: Vec<_> = of_other.node.free_gpus().map(|gpu| gpu.index).collect();
         let is_gpu_withheld = !is_machine && withheld > 0;
         assert_eq!(free.contains(&3), !is_gpu_withheld, "{name}");
         let devices = &of_tenant.node.tenancy.holds[&TENANT].placed.devices;

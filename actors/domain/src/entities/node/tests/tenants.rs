@@ -14,6 +14,17 @@ fn gpus_are_reserved_by_uuid_and_never_twice() {
 }
 
 #[test]
+fn tenant_of_two_gpus_gets_a_pair_that_is_linked() {
+    let mut pairs = inventory(GPUS);
+    for gpu in &mut pairs.gpus {
+        gpu.locality.nvlink_domain = Some(gpu.index % 2);
+    }
+    let reserved = node().active().agent(heartbeat(NodeHealthStatus::Ok, pairs)).after_fact(reserve(TENANT, 2));
+    let devices = &reserved.node.tenancy.holds[&TENANT].placed.devices;
+    assert_eq!(devices.iter().map(|device| device.index).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
 fn repeated_reservation_returns_the_same_devices() {
     let first = node().active().reserved();
     let repeated = first.clone().reserved();
