@@ -1,6 +1,7 @@
 //! What a fleet's size costs: whole cycles of renting and releasing, the time until `active`, the overview, the first and the last page of
-//! lists, `/metrics`, the runtime tree, and the memory of a replica, among 100, 1,000 and 10,000 nodes of one SKU with ten past allocations
-//! each. Some of the nodes have simulated agents and are rented; the others are inserted ([`generated_fleet`]).
+//! lists, `/metrics`, the runtime tree, the memory of a replica, and the time from its death until its successor has rented, among 100, 1,000
+//! and 10,000 nodes of one SKU with ten past allocations each. Some of the nodes have simulated agents and are rented; the others are inserted
+//! ([`generated_fleet`]).
 //!
 //! `ratio` is the time until `active` among the most nodes, compared with the fewest: 1 where it does not depend on the fleet. The measurements
 //! of every size follow, and their ratios. `BENCH_FLEET_NODES` sets the largest size (100,000 take some minutes to insert), `BENCH_FLEET_AGENTS`
@@ -15,7 +16,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use tests::bench::memory::resident_kib;
-use tests::bench::rentals::{SimulatedNodes, Tenants};
+use tests::bench::rentals::{SKU, SimulatedNodes, Tenants};
 use tests::bench::{
     BenchReport, MeasurementPlan, PairedSamples, block_on, count_from_env, median, programs, raise_open_files, rounded,
 };
@@ -33,6 +34,9 @@ const READS: usize = 15;
 
 /// A replica compares its index of free GPUs with the database so often: after that it knows the inserted nodes.
 const INDEX_INTERVAL: Duration = Duration::from_secs(16);
+
+/// After that, a process that took over has failed.
+const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Lists, by the name of their measurement.
 const LISTS: [(&str, &str); 3] = [
@@ -83,6 +87,7 @@ async fn run() -> anyhow::Result<()> {
         of_size.insert(format!("cycles_per_second_at_{AT_ONCE}"), median(&rates));
         let pid = cluster.replicas[0].pid().context("the replica has ended")?;
         of_size.insert("replica_resident_kib".to_owned(), resident_kib(pid)?);
+        of_size.insert("killed_to_active_ms".to_owned(), killed_to_active(&mut cluster).await);
         measured.push(of_size);
         to_active.push(alone);
     }
@@ -116,6 +121,19 @@ fn publish(sizes: &[usize], agents: usize, measured: &[Measurements], to_active:
         .condition("replicas", 1)
         .condition("agents", "simulated, in the process of the client")
         .publish()
+}
+
+/// The time from the death of the replica until a rental is active at the process that follows it, which starts and takes over all shards.
+async fn killed_to_active(cluster: &mut TestCluster) -> f64 {
+    let began = Instant::now();
+    cluster.kill9_replica(0);
+    cluster.restart_replica(0).await;
+    let rented = cluster.rent_when_free(SKU, GPUS).await;
+    rented.expect_state_within(TAKEOVER_TIMEOUT, "active").await;
+    let took = began.elapsed().as_secs_f64() * 1000.0;
+    rented.release().await;
+    rented.expect_state("released").await;
+    took
 }
 
 /// The times of reads.

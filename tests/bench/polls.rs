@@ -1,8 +1,8 @@
 //! The memory of a long poll: agents with certificates of their own wait for tasks at one process of the node API, over mutual TLS, and its
 //! resident memory is measured while their number grows; the slope is the memory of one. The baseline, in the same run, is HAProxy with the
 //! same requests over the same mutual TLS in its tarpit, which has no upstream connection. Both are measured over HTTP/1.1, where a
-//! connection is a poll and little else, and over HTTP/2, as agents use it: one connection for all requests. While all polls wait, tasks
-//! are dispatched to some of them: the latency is measured from the request of a tenant.
+//! connection is a poll and little else, and over HTTP/2, as agents use it: one connection for all requests, ten of which were answered before.
+//! While all polls wait, tasks are dispatched to some of them: the latency is measured from the request of a tenant.
 //!
 //! The polls run in this process, the nodes' entities in another one. `BENCH_POLLS` sets a smaller number than 15,000, as does the
 //! limit of open files.

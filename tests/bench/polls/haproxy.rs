@@ -1,5 +1,6 @@
 //! The baseline: HAProxy with the same requests over the same mutual TLS in its tarpit.
 
+use super::parked_polls::ANSWERED_AT_ONCE;
 use anyhow::Context;
 use local_servers::ports::free_port;
 use local_servers::private_files;
@@ -28,7 +29,8 @@ impl Haproxy {
         let configuration = format!(
             "global\n    maxconn {}\n    no strict-limits\n    ssl-default-bind-options ssl-min-ver TLSv1.2\n\
              defaults\n    mode http\n    timeout http-request 30s\n    timeout client 600s\n    timeout tarpit 600s\n\
-             frontend tarpit\n    bind {address} ssl crt {} ca-file {} verify required alpn h2,http/1.1\n    http-request tarpit\n",
+             frontend tarpit\n    bind {address} ssl crt {} ca-file {} verify required alpn h2,http/1.1\n\
+             \x20   http-request return status 404 if {{ path {ANSWERED_AT_ONCE} }}\n    http-request tarpit\n",
             polls + 100,
             at("server.pem").display(),
             at("node-ca.pem").display(),

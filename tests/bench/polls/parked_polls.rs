@@ -24,6 +24,10 @@ use uuid::Uuid;
 
 /// Concurrent handshakes.
 const AT_ONCE: usize = 32;
+/// What an agent has asked before, on its connection of HTTP/2: a header table grows with requests.
+const REQUESTS_BEFORE: usize = 10;
+/// Both servers answer it at once, with 404.
+pub(crate) const ANSWERED_AT_ONCE: &str = "/internal/v1/answered-at-once";
 /// The longest poll.
 const WAIT_SECONDS: u32 = 55;
 
@@ -160,18 +164,25 @@ async fn wait_over_http2(
     tell: mpsc::UnboundedSender<(usize, Instant)>,
 ) -> anyhow::Result<()> {
     let (mut requests, connection): (SendRequest<Bytes>, _) = h2::client::handshake(stream).await?;
+    let mut answered = async |path: &str| {
+        requests = requests.clone().ready().await?;
+        let request = Request::get(format!("https://localhost{path}")).header("user-agent", "bench").body(())?;
+        let (answer, _) = requests.send_request(request, true)?;
+        let answer = answer.await?;
+        let (at, status) = (Instant::now(), answer.status().as_u16());
+        let mut body = answer.into_body();
+        while let Some(chunk) = body.data().await {
+            body.flow_control().release_capacity(chunk?.len())?;
+        }
+        anyhow::Ok((status, at))
+    };
     let waiting = async {
+        for _ in 0..REQUESTS_BEFORE {
+            let (status, _) = answered(ANSWERED_AT_ONCE).await?;
+            ensure!(status == 404, "the request before the poll {number} was answered {status}");
+        }
         loop {
-            requests = requests.clone().ready().await?;
-            let request = Request::get(format!("https://localhost{path}")).header("user-agent", "bench").body(())?;
-            let (answer, _) = requests.send_request(request, true)?;
-            let answer = answer.await?;
-            let at = Instant::now();
-            let status = answer.status().as_u16();
-            let mut body = answer.into_body();
-            while let Some(chunk) = body.data().await {
-                body.flow_control().release_capacity(chunk?.len())?;
-            }
+            let (status, at) = answered(&path).await?;
             record_task(status, number, at, &tell)?;
         }
     };
