@@ -222,7 +222,7 @@ const LINES: [Column; 7] = [
 impl AccountSelector {
     async fn path(&self, own: &str, api: &Api) -> Result<String, Failure> {
         Ok(match &self.account {
-            Some(account) => format!("{}/{}/{own}", ACCOUNT.path, account.id(&ACCOUNT, api).await?),
+            Some(account) => format!("{}/{}/{own}", ACCOUNT.path, resource_ref::account(account, api).await?),
             None => format!("/api/v1/billing/{own}"),
         })
     }

@@ -156,7 +156,7 @@ fn path(payment: Uuid) -> String {
 pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
     let returned = || api.at("/billing/returned");
     let amount = &wanted.amount;
-    let currency = match amount.currency().or(wanted.currency.as_deref()) {
+    let currency = match wanted.currency.as_deref().or(amount.currency()) {
         Some(currency) => currency.to_owned(),
         None => currency_of(&api.get(OWN_BALANCE, &[]).await?)?,
     };
@@ -215,7 +215,7 @@ fn open_page(url: &str, no_open: bool, out: Output) -> bool {
 pub(crate) async fn list(which: Payments, api: &Api) -> Result<(), Failure> {
     let query: Query<'_> = which.state.map(|state| ("state", state)).into_iter().collect();
     let path = match &which.account {
-        Some(account) => format!("{}/{}/payments", ACCOUNT.path, account.id(&ACCOUNT, api).await?),
+        Some(account) => format!("{}/{}/payments", ACCOUNT.path, resource_ref::account(account, api).await?),
         None => PAYMENT_KIND.path.to_owned(),
     };
     api.out.list(&api.list(&path, &query, which.limit.into()).await?, &PAYMENTS)

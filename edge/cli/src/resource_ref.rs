@@ -256,14 +256,21 @@ pub(crate) async fn ids(refs: &[Ref], kind: &ResourceKind, api: &Api) -> Result<
     Ok(ids)
 }
 
-/// Resolves a billing account. A whole id may be the account's or its user's.
+/// Resolves a billing account. A whole id may be the account's, or that of the user or the organisation whose account it is.
 pub(crate) async fn account(reference: &Ref, api: &Api) -> Result<Uuid, Failure> {
     let Ok(id) = reference.0.parse() else { return reference.id(&ACCOUNT, api).await };
-    match api.list(ACCOUNT.path, &[("user_id", reference.0.clone())], 1).await {
-        Ok(page) => items(&page).first().map_or(Ok(id), |found| id_of(found, &ACCOUNT)),
-        Err(failure) if failure.exit_status == ExitStatus::Forbidden => Ok(id),
-        Err(failure) => Err(failure),
+    for holder in ["user_id", "org_id"] {
+        match api.list(ACCOUNT.path, &[(holder, reference.0.clone())], 1).await {
+            Ok(page) => {
+                if let Some(found) = items(&page).first() {
+                    return id_of(found, &ACCOUNT);
+                }
+            }
+            Err(failure) if failure.exit_status == ExitStatus::Forbidden => return Ok(id),
+            Err(failure) => return Err(failure),
+        }
     }
+    Ok(id)
 }
 
 /// Resolves an allocation. Live ones are searched first, so that the ids of released ones do not make a prefix ambiguous.

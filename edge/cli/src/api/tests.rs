@@ -237,15 +237,16 @@ async fn unreachable_server_is_reported_soon_and_the_request_is_repeatable() {
 }
 
 #[tokio::test]
-async fn whole_id_of_a_user_resolves_to_the_users_billing_account() {
-    let [user, account, other] = [1, 2, 3].map(uuid::Uuid::from_u128);
+async fn whole_id_of_a_user_or_an_organisation_resolves_to_the_billing_account() {
+    let [user, org, account, other] = [1, 2, 3, 4].map(uuid::Uuid::from_u128);
     let list = move |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
-        let is_theirs = query.unwrap().contains(&user.to_string());
-        let items = if is_theirs { vec![json!({ "id": account, "user_id": user })] } else { Vec::new() };
+        let query = query.unwrap();
+        let is_theirs = [format!("user_id={user}"), format!("org_id={org}")].iter().any(|it| query.contains(it));
+        let items = if is_theirs { vec![json!({ "id": account })] } else { Vec::new() };
         Json(json!({ "items": items, "next_page": null }))
     };
     let api = api(Router::new().route(crate::resource_ref::ACCOUNT.path, get(list))).await;
-    for (given, expected) in [(user, account), (account, account), (other, other)] {
+    for (given, expected) in [(user, account), (org, account), (account, account), (other, other)] {
         let reference = given.to_string().parse().unwrap();
         assert_eq!(crate::resource_ref::account(&reference, &api).await.unwrap(), expected);
     }

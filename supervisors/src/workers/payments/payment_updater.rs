@@ -67,14 +67,17 @@ impl PaymentUpdater {
         Self { cause, origin, ..self.clone() }
     }
 
-    /// Sends a fact to a payment of ours; `about` is the processor's id of the object it concerns.
+    /// Sends a fact to a payment of ours; `about` is the processor's id of the object it concerns. A cause that is tried again may report what has
+    /// changed since: that is another command.
     pub(super) async fn ask(
         &self,
         payment_id: PaymentId,
         about: &str,
         fact: Fact,
     ) -> Result<Result<PaymentReply, Rejection>, UpdateError> {
-        let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), fact.tag().as_bytes()];
+        let fact_json =
+            serde_json::to_vec(&fact).map_err(|error| UpdateError::Payment { payment_id, why: error.to_string() })?;
+        let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), fact_json.as_slice()];
         let key =
             CommandKey { id: command_id(&parts), digest: [0; 32], keep_reply: false, resolved: None, consumes: None };
         let context = CommandContext::from_origin(&self.permit, self.origin.clone(), Utc::now() + COMMAND_TIMEOUT)
@@ -436,6 +439,22 @@ mod tests {
         assert_eq!(payment.reversals.keys().collect::<Vec<_>>(), ["re_2"]);
         assert_eq!(refund(&bench.updater(5), refund_record("re_2", None, ProcessorRefundStatus::Failed)).await, NEWS);
         assert_eq!(bench.payment().await.left_minor(), 600);
+    }
+
+    #[tokio::test]
+    async fn status_that_changed_between_two_attempts_of_one_event_is_recorded() {
+        let bench = Bench::refunding(400).await;
+        for (status, is_new) in [
+            (ProcessorRefundStatus::Pending, NEWS),
+            (ProcessorRefundStatus::Pending, KNOWN),
+            (ProcessorRefundStatus::Failed, NEWS),
+        ] {
+            assert_eq!(
+                refund(&bench.updater(1), refund_record("re_1", Some(REFUND), status)).await,
+                is_new,
+                "{status:?}"
+            );
+        }
     }
 
     #[tokio::test]

@@ -286,11 +286,10 @@ impl AccountUpdate {
             .extend(cut.map(|(id, _)| Event::AllocationUncovered { account_id: account.id, allocation_id: *id }));
     }
 
-    /// After a debit of money that was available: allocations that are not covered any more end now, without a grace period.
+    /// After a debit of money that was available: running allocations that are not covered any more end now, without a grace period. A hold
+    /// that is not covered ends none of them: it is looked at when its allocation begins, and at the end of the window.
     pub(super) fn after_debit(&mut self, ctx: &TransitionContext<'_>) {
-        let next = self.account.window.map_or(ctx.now, |window| window.ends_at);
-        let needed = self.account.reserved(next);
-        if self.account.running().next().is_none() || needed <= self.account.balance {
+        if self.account.running().next().is_none() || self.account.runs_are_covered() {
             return;
         }
         if self.account.depletion.is_none_or(|depletion| !depletion.is_over) {

@@ -107,6 +107,10 @@ impl Refund {
         }
     }
 
+    const fn is_refused(&self) -> bool {
+        matches!(self.taking, RefundDebit::Refused { .. })
+    }
+
     pub(super) fn deadline(&self) -> Option<Deadline> {
         let waits_for = match (&self.taking, self.status()) {
             (RefundDebit::Asked { .. }, _) => "a refund is to be taken from the account",
@@ -144,7 +148,11 @@ impl Payment {
         if ctx.now - paid_at > TimeDelta::days(days) {
             return Err(Rejection::TooLate { days });
         }
-        if self.refunds.len() >= MAX_REFUNDS {
+        // One that the account has refused moved no money: the oldest of them makes room.
+        let oldest_refused =
+            self.refunds.iter().filter(|(_, refund)| refund.is_refused()).min_by_key(|(_, it)| it.asked_at);
+        let replaced = oldest_refused.map(|(id, _)| *id).filter(|_| self.refunds.len() >= MAX_REFUNDS);
+        if self.refunds.len() >= MAX_REFUNDS && replaced.is_none() {
             return Err(Rejection::TooManyRefunds);
         }
         let left = self.left_minor();
@@ -164,6 +172,9 @@ impl Payment {
         let refund =
             Refund { reason, asked_at: ctx.now, taking, charged_minor: None, returned_minor: None, at_processor: None };
         let mut next = self.clone();
+        if let Some(replaced) = replaced {
+            next.refunds.remove(&replaced);
+        }
         next.refunds.insert(refund_id, refund);
         Ok(self.transition(next, "the payer requested a refund", ctx).audit(audit))
     }

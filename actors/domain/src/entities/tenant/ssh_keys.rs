@@ -110,11 +110,15 @@ impl Tenant {
         id: SshKeyId,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        let mut next = self.clone();
-        for key in next.keys.values_mut() {
-            key.is_default = key.id == id;
+        let key = self.keys.get(&id).ok_or(Rejection::NotFound)?;
+        if key.is_default {
+            return Ok(Transition::stay(Reply::Key { key: key.clone() }));
         }
-        let Some(key) = next.keys.get(&id).cloned() else { return Err(Rejection::NotFound) };
+        let key = SshKey { is_default: true, ..key.clone() };
+        let mut next = self.clone();
+        for other in next.keys.values_mut() {
+            other.is_default = other.id == id;
+        }
         Ok(next.keys_changed(AuditAction::SshKeysMakeDefault, &key, ctx))
     }
 

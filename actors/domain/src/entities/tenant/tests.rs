@@ -157,6 +157,15 @@ fn the_first_key_is_the_default_and_it_passes_on_when_deleted() {
 }
 
 #[test]
+fn choosing_the_key_that_is_the_default_already_changes_nothing() {
+    let tenant = with_keys(2);
+    let key = tenant.default_key().unwrap().clone();
+    let step = decide(Some(&tenant), Request::MakeDefault { key: key.id }, 1, 50).unwrap();
+    assert_eq!((step.next, step.events.len(), step.audit.len()), (None, 0, 0));
+    assert_eq!(step.reply, Reply::Key { key });
+}
+
+#[test]
 fn keys_are_unique_and_bounded() {
     let tenant = with_keys(100);
     let existing = tenant.keys.values().find(|key| key.fingerprint == "SHA256:7").unwrap().id;

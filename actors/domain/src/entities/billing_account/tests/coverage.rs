@@ -93,6 +93,19 @@ fn neither_an_adjustment_nor_a_hold_takes_what_covers_the_rest_of_a_long_window(
 }
 
 #[test]
+fn reversal_that_leaves_a_hold_uncovered_ends_no_allocation_that_runs() {
+    let mut bench = no_grace(10_000);
+    bench.rent(1, 100);
+    bench.hold(2, 9_500 * 60, 1).unwrap();
+    reverse(&mut bench, 600);
+    assert!(!is_uncovered(&bench, 1), "94.00 cover it for days");
+    bench.use_of(2, bench.now, None);
+    assert!(is_uncovered(&bench, 2), "it is released when it begins");
+    assert!(!is_uncovered(&bench, 1));
+    bench.check();
+}
+
+#[test]
 fn uncovered_hold_is_released_at_its_start_without_cost() {
     let mut bench = no_grace(100);
     bench.hold(1, 6_000, 1).unwrap();

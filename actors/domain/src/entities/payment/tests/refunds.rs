@@ -84,6 +84,24 @@ fn refund_window_of_a_payment_is_resolved_for_its_payer() {
 }
 
 #[test]
+fn refunds_that_the_account_has_refused_leave_room_for_one_that_it_grants() {
+    let mut world = PaymentHarness::deposited(5_000);
+    world.use_up(4_000);
+    for n in 1..=MAX_REFUNDS as u128 {
+        world.refund(n, Some(2_000)).unwrap();
+        world.hear_all();
+        assert!(matches!(world.taking(n), RefundDebit::Refused { .. }), "{n}");
+        world.pass(TimeDelta::seconds(1));
+    }
+    let granted = MAX_REFUNDS as u128 + 1;
+    world.refund(granted, Some(1_000)).unwrap();
+    world.hear_all();
+    assert_eq!(world.taking(granted), &RefundDebit::Taken { amount_minor: 1_000 });
+    assert_eq!(world.it().refunds.len(), MAX_REFUNDS);
+    assert!(!world.it().refunds.contains_key(&refund_id(1)), "the oldest refused one");
+}
+
+#[test]
 fn spent_or_held_money_is_not_refunded() {
     let mut world = PaymentHarness::deposited(5_000);
     world.use_up(1_000);
