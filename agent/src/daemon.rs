@@ -350,6 +350,7 @@ pub async fn run_with(
         identities,
         recovery_key,
         boot_id,
+        process: Uuid::new_v4(),
         integrity,
         inventory,
         gpus,
@@ -395,6 +396,8 @@ struct Agent {
     identities: IdentityStore,
     recovery_key: SigningKey,
     boot_id: Uuid,
+    /// Names this process in heartbeats and polls.
+    process: Uuid,
     /// `None` where the machine's integrity is not watched.
     integrity: Option<Arc<IntegrityMonitor>>,
     /// The inventory at the agent's start.

@@ -43,6 +43,28 @@ async fn actions(cluster: &TestCluster, node: &NodeHandle) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn agent_that_runs_beside_a_copy_of_its_state_is_found_and_its_node_gets_no_tenant() {
+    let mut cluster = TestCluster::builder().policy("node.offline_after_seconds", 10).start().await;
+    let node = cluster.node("h100").await;
+    // A restart is none.
+    cluster.kill9_agent(&node);
+    cluster.restart_agent(&node);
+    rent_and_release(&cluster, &node).await;
+    node.expect_state("active").await;
+
+    let copy = cluster.start_copy(&node, "copy");
+    let quarantined = node.expect_state("quarantined").await;
+    assert_eq!(quarantined["state_reason"]["code"], "clone_suspected", "{quarantined}");
+    assert!(actions(&cluster, &node).await.contains(&"nodes.clone_suspected".to_owned()));
+    drop(copy);
+    let path = format!("{}/release-quarantine", node.path());
+    cluster.admin.post(&path, &json!({ "reason": "the copy was found and ended" })).await.ok();
+    node.expect_state("active").await;
+    rent_and_release(&cluster, &node).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn agent_with_an_expired_certificate_recovers_by_itself_and_keeps_its_tenant() {
     let mut cluster = TestCluster::builder().policy("node.certificate_ttl_seconds", SHORT).start().await;
     let (asleep, dead) = (cluster.node("h100").await, cluster.node("h100").await);

@@ -350,6 +350,16 @@ impl TestCluster {
         signal_process(process.pid(), signal);
     }
 
+    /// Starts another agent on a copy of the node's state, under this name. It ends with what is returned.
+    #[must_use]
+    pub fn start_copy(&self, node: &NodeHandle, name: &str) -> AgentProcess {
+        let ManagedAgent { settings, bundle, .. } = &self.agents[&node.id];
+        let (from, to) = (self.agent_folder(node), self.agent_settings.folder.join(name));
+        let copied = std::process::Command::new("cp").arg("--archive").arg(from).arg(to).status();
+        assert!(copied.is_ok_and(|status| status.success()), "the agent's folder cannot be copied");
+        AgentProcess::start(name, settings, bundle).expect("the copy starts")
+    }
+
     /// The process id of the node's agent.
     #[must_use]
     pub fn agent_pid(&self, node: &NodeHandle) -> u32 {

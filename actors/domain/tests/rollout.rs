@@ -413,6 +413,7 @@ fn active_node(id: NodeId) -> Node {
         silent_at: year,
         task_types: Some(["agent.update".to_owned()].into()),
         package_digest: format!("sha256:{}", "0".repeat(64)).parse().ok(),
+        session: None,
         last_heartbeat: None,
     };
     let heartbeat = node::Request::Heartbeat {

@@ -108,6 +108,7 @@ impl Agent {
         let (source, executor) = (self.gpus.source(), self.executor.kind());
         Heartbeat {
             boot_id: self.boot_id,
+            session: Some(self.process),
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             package_digest: self.updates.digest(),
             protocol: self.config.simulated_faults.protocol(),

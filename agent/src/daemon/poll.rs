@@ -39,7 +39,6 @@ impl Agent {
         let mut backoff = Backoff::new(BACKOFF_BASE, Duration::from_secs(u64::from(settings.backoff_max_seconds)));
         let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_BACKOFF_MAX);
         let mut is_polling = false;
-        let session = uuid::Uuid::new_v4();
         // Which tasks of the journal are over is judged by the control plane's time, which is known already in the boot in which an agent was
         // in contact.
         tokio::select! {
@@ -71,7 +70,7 @@ impl Agent {
             let polled_at = Instant::now();
             let api = self.api();
             let answer = tokio::select! {
-                answer = api.wait_task(settings.timeout_seconds.clamp(1, 55), session) => answer,
+                answer = api.wait_task(settings.timeout_seconds.clamp(1, 55), self.process) => answer,
                 () = self.stop.cancelled() => return,
             };
             match answer {

@@ -14,6 +14,9 @@ use crate::verifier_set::VerifierSet;
 pub struct Heartbeat {
     /// The kernel's boot id. A different one means that the machine was restarted.
     pub boot_id: Uuid,
+    /// Made at the start of the agent's process; the same in its polls. Two that take turns are two copies of one identity. Agents before it send none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<Uuid>,
     pub agent_version: String,
     /// The digest of the package that the agent is of; absent where no package installed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -190,6 +190,7 @@ fn renew_request() {
 fn heartbeat() {
     golden!(Heartbeat {
         boot_id: id(9),
+        session: None,
         agent_version: "0.1.0".into(),
         package_digest: Some(wire::package::Digest::of(b"a manifest")),
         protocol: PROTOCOL,

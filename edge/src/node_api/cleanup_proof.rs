@@ -72,6 +72,8 @@ enum ProofFault {
     Unreadable(#[from] ProofError),
     #[error("the clean-up report is of another {0}")]
     Foreign(&'static str),
+    #[error("two agents take turns with this node's identity: the report may be of the other machine")]
+    SharedIdentity,
     #[error("the clean-up report leaves out: {0}")]
     Incomplete(String),
     #[error("the clean-up left: {0}")]
@@ -81,7 +83,9 @@ enum ProofFault {
 impl ProofFault {
     const fn code(&self) -> &'static str {
         match self {
-            Self::NoKey | Self::Unreadable(_) | Self::Foreign(_) | Self::Incomplete(_) => "proof_invalid",
+            Self::NoKey | Self::Unreadable(_) | Self::Foreign(_) | Self::SharedIdentity | Self::Incomplete(_) => {
+                "proof_invalid"
+            }
             Self::Leftovers(_) => "leftovers",
         }
     }
@@ -101,6 +105,9 @@ fn check(
     let booted = node.and_then(|node| node.agent.contact.as_ref()).map(|seen| seen.boot_id.as_str());
     let held = node.and_then(|node| hold_of(node, task_id)).map(|(allocation_id, _)| allocation_id);
     let allocation_id = AllocationId(report.allocation_id);
+    if node.is_some_and(|node| node.identity.sessions.take_turns()) {
+        return Err(ProofFault::SharedIdentity);
+    }
     if report.node_id != node_id.0 {
         return Err(ProofFault::Foreign("node"));
     }

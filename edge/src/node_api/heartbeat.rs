@@ -34,6 +34,7 @@ pub(super) async fn heartbeat(
         last_heartbeat: None,
         task_types: beat.task_types.map(inventory::task_types).transpose()?,
         package_digest: beat.package_digest.and_then(|digest| digest.to_string().parse().ok()),
+        session: beat.session,
     };
     let findings = inventory::findings(beat.findings, beat.sent_at);
     // It is judged by the inventory, and so after the bounds of that were checked.

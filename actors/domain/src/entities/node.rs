@@ -113,7 +113,7 @@ pub use health::{
     ClearedFinding, FindingAcceptance, FindingReport, Health, MAX_STORED_FINDINGS, NodeFinding, NodeHealth,
     NodeHealthStatus, ReportedFinding,
 };
-pub use identity::{CertificateRecord, EnrollmentToken, Identity, IdentityRecovery, Nonce};
+pub use identity::{AgentSessions, CertificateRecord, EnrollmentToken, Identity, IdentityRecovery, Nonce};
 pub use instruction::Instruction;
 pub use lifecycle::{HoldAuthor, Lifecycle, Phase, PhaseName, QuarantineHold, StateCode, StateReason};
 pub use machine::{

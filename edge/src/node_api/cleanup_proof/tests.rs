@@ -32,6 +32,7 @@ fn node() -> Node {
         silent_at: Timestamp::UNIX_EPOCH,
         task_types: None,
         package_digest: None,
+        session: None,
         last_heartbeat: None,
     });
     let at = Timestamp::UNIX_EPOCH;
@@ -87,6 +88,16 @@ fn failure(verdict: TaskOutcome) -> (String, String) {
         TaskOutcome::Failed { code, message } => (code, message),
         TaskOutcome::Succeeded { .. } => panic!("{verdict:?}"),
     }
+}
+
+#[test]
+fn report_of_a_node_whose_agents_take_turns_proves_nothing() {
+    let mut node = node();
+    let sessions = serde_json::json!({ "present": "a", "replaced": ["b"], "returns": 3 });
+    node.identity.sessions = serde_json::from_value(sessions).unwrap();
+    let (code, message) = failure(of(&report(), Some(&node)));
+    assert_eq!(code, "proof_invalid");
+    assert!(message.contains("two agents take turns"), "{message}");
 }
 
 #[test]

@@ -144,6 +144,7 @@ impl Node {
         }
         let mut free = self.clone();
         free.machine.reclaim_gpus();
+        free.identity.sessions.settle();
         let to = free.validate_released(was, ctx)?;
         let is_validated = free.validation.obstacle(free.tasks.has_open_validation()).is_some();
         let step = free.change_phase(to, StateCode::QuarantineReleased, reason, ctx).audit(audit);

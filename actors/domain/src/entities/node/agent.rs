@@ -12,6 +12,7 @@ use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeSet;
+use uuid::Uuid;
 
 pub use rollouts::{NodeRollout, NodeSoak, rollout_term};
 
@@ -39,6 +40,9 @@ pub struct AgentContact {
     /// Of the package that the agent is of, as it reports; `None` where no package installed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package_digest: Option<PackageDigest>,
+    /// Of the agent's process, as it reports.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<Uuid>,
     /// `None` in what an earlier release has stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_heartbeat: Option<LastHeartbeat>,
@@ -71,8 +75,14 @@ impl AgentContact {
             silent_at: now,
             task_types: None,
             package_digest: None,
+            session: None,
             last_heartbeat: None,
         }
+    }
+
+    /// What distinguishes its process from every other; of an agent that does not report it, what distinguishes the boot.
+    pub(super) fn session(&self) -> String {
+        self.session.map_or_else(|| self.boot_id.clone(), |session| session.to_string())
     }
 
     /// Whether the agent supports tasks of this type: as it reports, or else as agents of its protocol do.

@@ -48,14 +48,31 @@ impl Node {
     ) -> Result<Transition<Self>, Rejection> {
         self.check_certificate(serial, ctx)?;
         let restarted = self.agent.restarted(&from.boot_id, self.tenancy.holds.keys(), ctx);
+        let mut sessions = self.identity.sessions.clone();
+        sessions.note(&from.session());
         let mut step = self.apply_heartbeat(from, inventory, health, ctx);
-        if self.identity.shown.as_deref() != Some(serial) {
+        if self.identity.shown.as_deref() != Some(serial) || self.identity.sessions != sessions {
             if step.next.is_none() {
-                step.why = "the agent shows another certificate".to_owned();
+                step.why = "the agent shows another certificate or session".to_owned();
             }
-            step.next.get_or_insert_with(|| self.clone()).identity.shown = Some(serial.to_owned());
+            let identity = &mut step.next.get_or_insert_with(|| self.clone()).identity;
+            (identity.shown, identity.sessions) = (Some(serial.to_owned()), sessions);
         }
-        Ok(step.with(None, restarted))
+        Ok(self.without_a_copy(step, ctx).with(None, restarted))
+    }
+
+    /// Quarantines the node where two agents take turns with its identity.
+    fn without_a_copy(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let is_new = |next: &Self| {
+            let phase = &next.lifecycle.phase;
+            next.identity.sessions.take_turns() && !phase.is_gone() && !next.lifecycle.is_held_by(HoldAuthor::Clone)
+        };
+        let Some(mut next) = step.next.clone().filter(is_new) else { return step };
+        let message = "Two agents take turns with this node's identity: find the copy of the machine or of its state, reissue its enrollment, then \
+                       release the quarantine.";
+        let event = next.lifecycle.enter_quarantine(StateCode::CloneSuspected, message, ctx);
+        let audit = self.audit(AuditAction::NodesCloneSuspected, json!({ "boot_id": next.agent.boot_id() }));
+        Transition { next: Some(next), why: message.to_owned(), ..step }.with(event, [audit])
     }
 
     /// In the order that the head of `node.rs` gives: what is reported, the holds, the evacuations, the repair.

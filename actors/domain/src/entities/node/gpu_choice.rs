@@ -8,12 +8,9 @@ use std::collections::BTreeMap;
 /// So many of the free GPUs, in the order of their index; all of them, if there are less. They are of one NVLink domain on one NUMA node, else of
 /// one domain, else of one NUMA node, where any has enough free ones; of several, the one with the fewest, so that larger ones stay whole.
 pub(super) fn closest(free: Vec<&ReportedGpu>, count: usize) -> Vec<GpuDevice> {
-    let all_of_one = |gpus: &[&ReportedGpu], key| {
-        groups(gpus, key).into_values().filter(|group| group.len() >= count).min_by_key(Vec::len)
-    };
-    let near = all_of_one(&free, |at| Some((at.nvlink_domain, at.numa_node)))
-        .or_else(|| all_of_one(&free, linked).map(|group| largest_first(group, socket)))
-        .or_else(|| all_of_one(&free, socket).map(|group| largest_first(group, linked)))
+    let near = smallest_group(&free, |at| Some((at.nvlink_domain, at.numa_node)), count)
+        .or_else(|| smallest_group(&free, linked, count).map(|group| largest_first(group, socket)))
+        .or_else(|| smallest_group(&free, socket, count).map(|group| largest_first(group, linked)))
         .unwrap_or_else(|| largest_first(free, linked));
     let device = |gpu: &ReportedGpu| GpuDevice { index: gpu.index, uuid: gpu.uuid.clone() };
     let mut devices: Vec<_> = near.into_iter().take(count).map(device).collect();
@@ -42,8 +39,17 @@ fn groups<'a>(gpus: &[&'a ReportedGpu], key: fn(GpuLocality) -> Option<Key>) -> 
     groups
 }
 
+/// The smallest group that has so many.
+fn smallest_group<'a>(
+    gpus: &[&'a ReportedGpu],
+    key: fn(GpuLocality) -> Option<Key>,
+    count: usize,
+) -> Option<Vec<&'a ReportedGpu>> {
+    groups(gpus, key).into_values().filter(|group| group.len() >= count).min_by_key(Vec::len)
+}
+
 /// The largest group first, so that the first ones are of few groups. Those in no group are last.
-fn largest_first<'a>(mut gpus: Vec<&'a ReportedGpu>, key: fn(GpuLocality) -> Option<Key>) -> Vec<&'a ReportedGpu> {
+fn largest_first(mut gpus: Vec<&ReportedGpu>, key: fn(GpuLocality) -> Option<Key>) -> Vec<&ReportedGpu> {
     let sizes: BTreeMap<Key, usize> = groups(&gpus, key).into_iter().map(|(key, group)| (key, group.len())).collect();
     gpus.sort_by_key(|gpu| key(gpu.locality).map_or((Reverse(0), None), |key| (Reverse(sizes[&key]), Some(key))));
     gpus

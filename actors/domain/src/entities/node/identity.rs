@@ -1,5 +1,7 @@
 //! The credentials of a node: its token, its certificates, and the key of its agent.
 
+mod agent_sessions;
+
 use super::{EnrollmentTokenFault, Rejection};
 use crate::audit::RefusalAudit;
 use crate::id::TokenId;
@@ -8,6 +10,8 @@ use crate::state_machine::{Timestamp, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+
+pub use agent_sessions::AgentSessions;
 
 /// The part of a node that says who it is: its credentials.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,6 +36,9 @@ pub struct Identity {
     /// Spent nonces of recoveries, until they would have expired.
     #[serde(default)]
     pub spent_nonces: BTreeMap<String, Timestamp>,
+    /// Of this generation.
+    #[serde(default, skip_serializing_if = "AgentSessions::is_unknown")]
+    pub sessions: AgentSessions,
     /// Stored beside the others: see `stored_node.rs`.
     #[serde(skip)]
     pub(super) refusals: RefusalAudit,
@@ -163,6 +170,7 @@ impl Identity {
         self.recoveries_left = u32::try_from(recoveries).unwrap_or(0);
         self.recovery_public_key = Some(recovery_public_key);
         self.last_request = Some(csr_sha256);
+        self.sessions = AgentSessions::default();
         self.replace_certificates(issued);
     }
 
@@ -235,6 +243,7 @@ impl Identity {
         self.generation = generation;
         self.recoveries_left = self.recoveries_left.saturating_sub(u32::from(!again));
         self.last_request = Some(shown.csr_sha256);
+        self.sessions = AgentSessions::default();
         self.replace_certificates(shown.issued.clone());
         self.spend_nonce(&shown.nonce, now);
     }

@@ -88,6 +88,7 @@ fn seen(boot_id: &str) -> Box<AgentContact> {
         silent_at: start(),
         task_types: None,
         package_digest: None,
+        session: None,
         last_heartbeat: None,
     })
 }

@@ -127,6 +127,7 @@ impl Simulation {
                 silent_at: self.now,
                 task_types: None,
                 package_digest: None,
+                session: None,
                 last_heartbeat: None,
             }),
             inventory: Box::new(inventory(id, gpus)),

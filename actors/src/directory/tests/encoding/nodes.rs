@@ -100,6 +100,7 @@ fn node_commands() -> Vec<node::Command> {
         silent_at: at(),
         task_types: None,
         package_digest: Some(digest()),
+        session: None,
         last_heartbeat: Some(LastHeartbeat { at: at(), overdue_at: at() }),
     };
     let finding = ReportedFinding {

@@ -91,6 +91,7 @@ impl ApiHarness {
             silent_at: now,
             task_types,
             package_digest: None,
+            session: None,
             last_heartbeat: None,
         };
         let command = node::Request::Heartbeat {

@@ -103,6 +103,26 @@ fn suspected_clone_takes_no_tenant_until_an_operator_releases_its_quarantine() {
 }
 
 #[test]
+fn two_agents_that_take_turns_are_suspected_clones_until_an_operator_has_found_the_copy() {
+    let beat = |session: u128| {
+        let seen = Box::new(AgentContact { session: Some(Uuid::from_u128(session)), ..*seen("boot-1") });
+        let Request::Heartbeat { serial, inventory, health, .. } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
+        else {
+            unreachable!()
+        };
+        Request::Heartbeat { serial, seen, inventory, health }
+    };
+    let restarted = node().active().agent(beat(1)).agent(beat(2)).agent(beat(1)).agent(beat(2)).expect("active");
+    let cloned = restarted.agent(beat(1)).expect("quarantined");
+    assert_eq!(cloned.node.lifecycle.reason.code.as_str(), "clone_suspected");
+    assert!(cloned.audit.iter().any(|audit| audit.action == AuditAction::NodesCloneSuspected));
+    let known = cloned.agent(beat(2)).expect("quarantined");
+    assert!(known.audit.iter().all(|audit| audit.action != AuditAction::NodesCloneSuspected), "once");
+    let released = known.admin(Request::ReleaseQuarantine { reason: "found".into() }).agent(beat(2)).expect("active");
+    released.agent(beat(1)).agent(beat(2)).agent(beat(1)).expect("quarantined");
+}
+
+#[test]
 fn duplicate_recovery_is_one_recovery_and_no_clone() {
     let recovered = node().active().agent(recover(recovery(2)));
     assert_eq!(recovered.refuses(&agent(), recover(recovery(2))), refused(EnrollmentTokenFault::NonceSpent));
