@@ -21,7 +21,7 @@ use super::payment::{RefundState, RefundView, check_payment_step};
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::request_fields::{AmountMinor, Reason};
 use crate::api::idempotency::ReplayedResponse;
-use crate::api::idempotency::request_layer::Idempotent;
+use crate::api::idempotency::request_layer::IdempotentCommand;
 use crate::app_state::AppState;
 use crate::app_state::read_model::{current, wait_until};
 use crate::http::error::{ApiError, Code};
@@ -58,18 +58,39 @@ pub(super) struct NewRefund {
 pub(super) async fn create(
     UserRequest(context): UserRequest,
     State(app): State<AppState>,
-    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewRefund>>,
+    IdempotentCommand(request_body::Json(new)): IdempotentCommand<request_body::Json<NewRefund>>,
 ) -> Result<Response, ApiError> {
-    match (new.payment_id, new.allocation_id) {
-        (Some(payment), None) => refund_payment(&app, &context, PaymentId(payment), &new).await,
-        (None, Some(allocation)) => {
-            let context = context.permitted(Action::AdjustBilling).await?;
-            refund_allocation(&app, &context, AllocationId(allocation), &new).await
+    let refunded = Refunded::of(&new)?;
+    // The permission depends on the body, and comes before the stored response, which shows what a role allowed.
+    let context = match refunded {
+        Refunded::Payment(_) => context,
+        Refunded::Allocation(_) => context.permitted(Action::AdjustBilling).await?,
+    };
+    if let Some(stored) = context.stored_response().await? {
+        return Ok(stored);
+    }
+    match refunded {
+        Refunded::Payment(id) => refund_payment(&app, &context, id, &new).await,
+        Refunded::Allocation(id) => refund_allocation(&app, &context, id, &new).await,
+    }
+}
+
+/// What a refund is of.
+enum Refunded {
+    Payment(PaymentId),
+    Allocation(AllocationId),
+}
+
+impl Refunded {
+    fn of(new: &NewRefund) -> Result<Self, ApiError> {
+        match (new.payment_id, new.allocation_id) {
+            (Some(payment), None) => Ok(Self::Payment(PaymentId(payment))),
+            (None, Some(allocation)) => Ok(Self::Allocation(AllocationId(allocation))),
+            (Some(_), Some(_)) | (None, None) => Err(ApiError::invalid_request(
+                "A refund is of a payment or of an allocation: give `payment_id` or `allocation_id`, and not both.",
+            )
+            .detail("field", "payment_id")),
         }
-        (Some(_), Some(_)) | (None, None) => Err(ApiError::invalid_request(
-            "A refund is of a payment or of an allocation: give `payment_id` or `allocation_id`, and not both.",
-        )
-        .detail("field", "payment_id")),
     }
 }
 

@@ -4,6 +4,7 @@ use actors::sharding::{id_created_by, id_of_name};
 use actors::{AskError, CommandContext, CommandKey, CommandReply};
 use axum::extract::{FromRequestParts, MatchedPath};
 use axum::http::{Method, header, request};
+use axum::response::Response;
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{self, Action, Grant, TokenRole, authorize};
 use domain::policy::Scopes;
@@ -319,6 +320,12 @@ impl RequestContext {
     ) -> Result<CommandReply<M::Reply>, ApiError> {
         self.idempotency.refuse_unless_committed(refusal).await?;
         self.committed_reply::<M>()?.ok_or_else(|| ApiError::internal("a committed command has no reply"))
+    }
+
+    /// The stored response to an earlier request with this key, for a route whose permission depends on its body: it asks after the check.
+    /// `None` where there is none; the reply of a command that was committed is there from then on.
+    pub(crate) async fn stored_response(&self) -> Result<Option<Response>, ApiError> {
+        self.idempotency.replay().await
     }
 
     /// True where [`RequestContext::committed_reply`] has a reply.

@@ -101,7 +101,7 @@ impl IdempotencyContext {
     }
 
     /// Replays the stored response, if there is one.
-    async fn replay(&self) -> Result<Option<Response>, ApiError> {
+    pub(crate) async fn replay(&self) -> Result<Option<Response>, ApiError> {
         let Some(Earlier::Answer(answer)) = self.find_earlier().await? else { return Ok(None) };
         let response = stored_response::replay(&answer)?;
         let _ = self.0.earlier_answer.set(answer);
@@ -244,7 +244,8 @@ pub(crate) async fn store_response(mut request: Request, next: Next) -> Response
 pub(crate) struct Idempotent<E>(pub(crate) E);
 
 /// The body `E` of a request whose command finds repetitions: nothing is read before it. What the handler does before the command is done
-/// again at a repetition, and a refusal before the command goes through [`IdempotencyContext::refuse_unless_committed`].
+/// again at a repetition, and a refusal before the command goes through [`IdempotencyContext::refuse_unless_committed`]. A handler whose
+/// permission depends on its body checks it, and looks for the stored response then ([`IdempotencyContext::replay`]).
 #[derive(Debug)]
 pub(crate) struct IdempotentCommand<E>(pub(crate) E);
 

@@ -4,11 +4,12 @@ use super::billing::{ACCOUNTS, adjust, metered, opened};
 use super::fake_processor::FakeProcessor;
 use super::harness::{ApiHarness, PlacementOutcome, TestResponse};
 use super::payments::{PAYMENTS, deposited};
+use axum::http::Method;
 use domain::allocation::{self, Allocation};
 use domain::billing_account::{self, BillingAccount};
 use domain::payment::{Fact, Payment, RefundStatus};
 use domain::policy::PolicyKey;
-use domain::{AllocationId, RefundId};
+use domain::{AllocationId, RefundId, Timestamp};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -144,12 +145,10 @@ async fn failed_refund_returns_to_the_account() {
     assert_eq!(api.get("/api/v1/billing/balance").user("ann").send().await.is(200)["balance_minor"], 5_000);
 }
 
-#[tokio::test]
-async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
-    let api = ApiHarness::new().await;
+/// An allocation of ann's that has cost 125 minor units, and since when.
+async fn rented(api: &ApiHarness, account: Uuid) -> (Uuid, Timestamp) {
     api.sku("h100x4", 4).await;
-    let account = opened(&api).await;
-    adjust(&api, account, "k", json!(3_600)).await.is(201);
+    adjust(api, account, "k", json!(3_600)).await.is(201);
     let node = api.active_node("h100x4", 4).await;
     api.set_placement(PlacementOutcome::On(node));
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
@@ -157,8 +156,15 @@ async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
     let id: Uuid = rented.is(201)["id"].as_str().unwrap().parse().unwrap();
     api.ask_as_system::<Allocation>(id, allocation::Fact::Provisioned { node_id: node }).await;
     let from = chrono::Utc::now() - chrono::TimeDelta::seconds(125);
-    metered(&api, account, AllocationId(id), from).await;
+    metered(api, account, AllocationId(id), from).await;
+    (id, from)
+}
 
+#[tokio::test]
+async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
+    let api = ApiHarness::new().await;
+    let account = opened(&api).await;
+    let (id, from) = rented(&api, account).await;
     let of = json!({"allocation_id": id});
     for by in ["ann", "root"] {
         refund(&api, by, "r", of.clone(), Some(20)).await.refused(403, "forbidden");
@@ -186,4 +192,23 @@ async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
     let cost = api.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;
     assert_eq!(cost.is(200)["cost_to_date_minor"], 125, "what was given back was a cost");
     refund(&api, "biller", "v", json!({"allocation_id": Uuid::from_u128(7)}), None).await.refused(404, "not_found");
+}
+
+#[tokio::test]
+async fn stored_refund_of_an_allocation_is_not_replayed_to_a_caller_who_has_lost_the_role() {
+    let api = ApiHarness::new().await;
+    let account = opened(&api).await;
+    let (id, _) = rented(&api, account).await;
+    let of = json!({"allocation_id": id});
+    let given = refund(&api, "biller", "r", of.clone(), Some(20)).await;
+    given.is(201);
+    let query = "/api/v1/admin/platform-roles/bindings?subject=biller&role=billing_operations";
+    api.call(Method::DELETE, query).admin().send().await.is(204);
+    let repeated = refund(&api, "biller", "r", of.clone(), Some(20)).await;
+    repeated.refused(403, "forbidden");
+    assert!(!repeated.is_replayed());
+    refund(&api, "biller", "r", of.clone(), Some(21)).await.refused(403, "forbidden");
+    api.bind("biller", "billing_operations").await.is(201);
+    let repeated = refund(&api, "biller", "r", of, Some(20)).await;
+    assert!(repeated.is_replayed() && repeated.is(201) == given.is(201));
 }
