@@ -275,12 +275,13 @@ impl KeyStep {
             if !behind.is_empty() {
                 let names = behind.join(", ");
                 return Err(ApiError::new(
-                    Code::StateConflict,
+                    Code::ServiceUnavailable,
                     format!(
                         "Not every replica knows the key yet: {names}. Ask again in a moment, or end those that hang."
                     ),
                 )
-                .detail("waiting_for", serde_json::json!(behind)));
+                .detail("waiting_for", serde_json::json!(behind))
+                .expected());
             }
         }
         let change = KeySetChange::Activate { id: self.key_id.to_string() };

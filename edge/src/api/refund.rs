@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use actors::{AskError, CommandReply};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -22,10 +23,14 @@ use super::request_context::{RequestContext, UserRequest, replayed};
 use super::request_fields::{AmountMinor, Reason};
 use crate::api::idempotency::ReplayedResponse;
 use crate::api::idempotency::request_layer::IdempotentCommand;
+use crate::api::rejection_response::not_answered;
 use crate::app_state::AppState;
 use crate::app_state::read_model::{current, wait_until};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
+
+/// Attempts to credit a part of a cost, of an allocation that begins or ends meanwhile.
+const MAX_ATTEMPTS: u32 = 5;
 
 /// The timeout for the account's reply.
 const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -142,10 +147,7 @@ async fn refund_allocation(
     let account_id = id_of(&Holder::paying_for(&renter.user_id, renter.org_id.as_ref()));
     let answered = match context.committed_reply::<BillingAccount>()? {
         Some(answered) => answered,
-        None => {
-            let command = allocation_refund_command(app, context, account_id, (id, renter), new).await?;
-            context.ask::<BillingAccount>(account_id, command).await?
-        }
+        None => credited(app, context, account_id, (id, renter), new).await?,
     };
     let replayed = replayed(&answered);
     let requested_at = context.transition_of(account_id, &answered).await?.1;
@@ -176,6 +178,25 @@ async fn refund_allocation(
 async fn renter_of(app: &AppState, id: AllocationId) -> Result<ResourceOwner, ApiError> {
     let allocation = current::<Allocation>(app, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
     Ok(allocation.asked.owner.clone())
+}
+
+/// Reads what the account cannot know itself and has it credit the refund; where the allocation has begun or ended since the read, it retries.
+async fn credited(
+    app: &AppState,
+    context: &RequestContext,
+    account_id: Uuid,
+    (id, renter): (AllocationId, ResourceOwner),
+    new: &NewRefund,
+) -> Result<CommandReply<billing_account::Reply>, ApiError> {
+    let mut attempts = 0;
+    loop {
+        attempts += 1;
+        let command = allocation_refund_command(app, context, account_id, (id, renter.clone()), new).await?;
+        match context.try_ask::<BillingAccount>(account_id, command).await? {
+            Err(AskError::Rejected(billing_account::Rejection::Moved)) if attempts < MAX_ATTEMPTS => {}
+            answer => return answer.map_err(not_answered),
+        }
+    }
 }
 
 async fn allocation_refund_command(

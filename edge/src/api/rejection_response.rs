@@ -94,9 +94,11 @@ impl From<Explanation> for ApiError {
             RejectionCode::NotFound => Code::NotFound,
             RejectionCode::NodeInUse => Code::NodeInUse,
             RejectionCode::StateConflict => Code::StateConflict,
+            RejectionCode::Temporary => Code::ServiceUnavailable,
             RejectionCode::Unexpected => return Self::internal(message),
         };
-        details.into_iter().fold(Self::new(code, message), |error, (key, value)| error.detail(&key, value))
+        let error = details.into_iter().fold(Self::new(code, message), |error, (key, value)| error.detail(&key, value));
+        if code == Code::ServiceUnavailable { error.expected() } else { error }
     }
 }
 

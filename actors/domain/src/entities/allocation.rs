@@ -262,7 +262,7 @@ impl state_machine::Rejection for Rejection {
                 format!("{id} is not a key of the allocation's user; GET /api/v1/ssh-keys lists theirs."),
                 "ssh_key_ids",
             ),
-            Self::KeysMoved => Explanation::conflict("The user's keys change at this moment; ask again."),
+            Self::KeysMoved => Explanation::temporary("The user's keys change at this moment; ask again."),
             Self::VersionDiffers => Explanation::conflict(
                 "The allocation has changed since the version in If-Match; read it again and repeat your change on it.",
             )

@@ -195,7 +195,7 @@ impl state_machine::Rejection for Rejection {
                 "Too many pieces of the allocation's cost were given back; give the rest by an \
                  adjustment.",
             ),
-            Self::Moved => Explanation::conflict("The allocation begins or ends at this moment; ask again."),
+            Self::Moved => Explanation::temporary("The allocation begins or ends at this moment; ask again."),
         }
     }
 }

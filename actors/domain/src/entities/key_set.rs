@@ -283,9 +283,7 @@ impl state_machine::Rejection for Rejection {
             ))
             .detail("key_id", id)
             .detail("dependents", dependents),
-            Self::Moved => {
-                Explanation::conflict("Another request has just rotated these keys; read them, then try again.")
-            }
+            Self::Moved => Explanation::temporary("Another request rotates these keys at this moment; ask again."),
             Self::OtherPurpose => Explanation::invalid(
                 "Keys of this purpose do not rotate this way: those at rest are in the key ring file, and `rewrap` seals everything \
                  with the active one."

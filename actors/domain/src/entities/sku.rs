@@ -286,7 +286,7 @@ impl state_machine::Rejection for Rejection {
             )
             .detail("field", "If-Match")
             .detail("current_generation", current),
-            Self::Moved => Explanation::conflict("Others decide on the SKU at this moment; look at it and ask again."),
+            Self::Moved => Explanation::temporary("Others decide on the SKU at this moment; ask again."),
         }
     }
 }

@@ -13,6 +13,8 @@ pub enum RejectionCode {
     NotFound,
     NodeInUse,
     StateConflict,
+    /// It holds for a moment: the same request may succeed when it is sent again.
+    Temporary,
     /// No user or administrator can cause it: the message is for operators alone.
     Unexpected,
 }
@@ -42,6 +44,12 @@ impl Explanation {
     #[must_use]
     pub fn conflict(message: impl Into<String>) -> Self {
         Self::new(RejectionCode::StateConflict, message)
+    }
+
+    /// What the request rests on changes at this moment.
+    #[must_use]
+    pub fn temporary(message: impl Into<String>) -> Self {
+        Self::new(RejectionCode::Temporary, message)
     }
 
     #[must_use]

@@ -3,8 +3,8 @@
 use super::*;
 use domain::money::Currency;
 use domain::{
-    AllocationId, SshKeyId, allocation, billing_account, node, payment, policy, policy_values, processor_event,
-    role_bindings, service_account, sku, tenant, terminal_session,
+    AllocationId, SshKeyId, allocation, billing_account, key_set, node, payment, policy, policy_values,
+    processor_event, role_bindings, service_account, sku, tenant, terminal_session,
 };
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -13,7 +13,11 @@ fn eur() -> Currency {
     Currency::parse("EUR").unwrap()
 }
 
+/// A refusal that has its caller send the same request again is not stored for its `Idempotency-Key`: the repetition would get it again.
 fn row(table: &mut String, name: &str, error: &ApiError) {
+    let repeats = ["ask again.", "try again."].iter().any(|repeat| error.message().ends_with(repeat));
+    let after_a_change = ["and ask again.", "then try again."].iter().any(|change| error.message().ends_with(change));
+    assert!(!repeats || after_a_change || error.code().status().is_server_error(), "{name}: {error}");
     writeln!(table, "{name}: {} {} {}", error.code().status().as_u16(), error.code(), error.message()).unwrap();
 }
 
@@ -191,6 +195,9 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         terminal_session::Rejection::TokenRefused { cause: terminal_session::TerminalTokenFault::Spent },
     ] {
         row(&mut table, "terminal session", &rejection.explain());
+    }
+    for rejection in [key_set::Rejection::Moved, key_set::Rejection::AlreadyStaged { id: "k".into() }] {
+        row(&mut table, "key set", &rejection.explain());
     }
     let (low, high) = (PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit);
     let at = chrono::DateTime::UNIX_EPOCH;

@@ -182,8 +182,8 @@ async fn concurrent_approvals_change_the_status_once() {
     let people = ["ann", "bob", "eve", "ann", "bob", "eve", "ann", "bob", "eve", "bob"];
     let answers = futures::future::join_all(people.map(|by| approve(&api, &activate, by))).await;
     for answer in &answers {
-        // At worst an approval exceeded its retries, and is refused.
-        assert!(matches!(answer.status, 200 | 202 | 409), "{}", answer.body);
+        // At worst an approval exceeded its retries, and is refused for the moment.
+        assert!(matches!(answer.status, 200 | 202 | 409 | 503), "{}", answer.body);
     }
     let id = path.rsplit('/').next().unwrap().parse().unwrap();
     let activated = async || {
