@@ -37,6 +37,7 @@ use actors::shell_dependencies::Environment;
 use axum::extract::FromRef;
 use axum::http::HeaderMap;
 use chrono::TimeDelta;
+use domain::MemberId;
 use domain::money::Currency;
 use domain::policy::{PolicyKey, Scopes};
 use persistence::envelope_encryption::KeyRing;
@@ -50,6 +51,8 @@ pub struct AppState(Arc<Parts>);
 
 /// See [`AppState`].
 pub struct Parts {
+    /// This process, as a member of the cluster.
+    pub member: MemberId,
     pub directory: Directory,
     pub reads: Reads,
     pub environment: Arc<dyn Environment>,

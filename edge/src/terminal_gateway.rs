@@ -157,7 +157,7 @@ async fn admit(
     let active = allocation.filter(|found| matches!(found.it.phase, Phase::Active { .. }));
     let Some(allocation) = active else { return Ok(Err(close::REVOKED)) };
     let active = Precondition { entity: allocation.it.id.0, version: allocation.version };
-    let attach = Instruction::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
+    let attach = Instruction::Attach { token_sha256: TokenDigest(hash.to_bytes()), active, gateway: Some(app.member) };
     match ask(app, scope, id, attach).await {
         Ok(Reply::Attached { attachment, session }) => {
             app.terminals.metrics().consumed.inc();

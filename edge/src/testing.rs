@@ -83,6 +83,7 @@ pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator,
     let directory = host.directory.clone();
     let fleet = FleetTelemetry::default();
     Parts {
+        member: domain::MemberId(uuid::Uuid::from_u128(1)),
         runtime: Arc::new(test_runtime::TestRuntime { reads: reads.clone(), fleet: fleet.clone() }),
         fleet,
         fleet_directory: FleetDirectory::new(reads.clone()),

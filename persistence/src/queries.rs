@@ -40,7 +40,7 @@ pub use replication::ReplicationStatus;
 pub use restored_position::LastCommit;
 pub use role_bindings::{BindingFilter, BindingRow};
 pub(crate) use shard::numbers;
-pub use shard::{DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
+pub use shard::{AbandonedTerminal, DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
 
 use crate::idempotency::IdempotencyRecords;
 use crate::pool::ReadPool;

@@ -134,6 +134,17 @@ impl ClusterState {
         self.heartbeats.get(&member).is_none_or(|beat| beat.is_expired(now))
     }
 
+    /// The members in the table that have had no newer heartbeat in Postgres for so long. None, while this member has not read the table
+    /// for as long without a gap: then it does not know which were silent.
+    #[must_use]
+    pub fn silent_members(&self, for_at_least: Duration, now: Instant) -> Vec<MemberId> {
+        let is_reading = self.read_at.is_some_and(|at| now.duration_since(at) <= FAILURE_TIMEOUT / 2);
+        let has_watched = self.watching_since.is_some_and(|since| now.duration_since(since) >= for_at_least);
+        let silent = |beat: &ObservedHeartbeat| now.duration_since(beat.since) >= for_at_least;
+        let members = self.heartbeats.iter().filter(|(_, beat)| is_reading && has_watched && silent(beat));
+        members.map(|(member, _)| *member).collect()
+    }
+
     /// Whether a message of the member has arrived recently over NATS.
     #[must_use]
     pub fn has_recent_message_from(&self, member: MemberId, now: Instant) -> bool {
@@ -336,6 +347,33 @@ mod tests {
             "no heartbeat since"
         );
         assert!(state.heartbeat_expired(other, moment(4000)));
+    }
+
+    #[test]
+    fn member_is_silent_only_where_the_table_was_read_without_a_gap() {
+        let (living, killed, begin) = (MemberId(Uuid::from_u128(1)), MemberId(Uuid::from_u128(2)), Instant::now());
+        let (mut state, long) = (ClusterState::default(), Duration::from_secs(15));
+        let at = |second: i64| begin + Duration::from_secs(second.unsigned_abs());
+        let read = |state: &mut ClusterState, second| {
+            state.record_read(at(second));
+            let beats = vec![heartbeat_at(1, second, Duration::ZERO), heartbeat_at(2, 0, Duration::ZERO)];
+            state.record_heartbeats(beats, at(second));
+        };
+        for second in 0..=14 {
+            read(&mut state, second);
+            assert_eq!(state.silent_members(long, at(second)), [], "after {second} s");
+        }
+        read(&mut state, 15);
+        assert_eq!(state.silent_members(long, at(15)), [killed]);
+        // This member hung, or did not reach Postgres: it has seen no heartbeat, and nobody is judged.
+        assert_eq!(state.silent_members(long, at(100)), []);
+        for second in 100..=114 {
+            read(&mut state, second);
+            assert_eq!(state.silent_members(long, at(second)), [], "after {second} s");
+        }
+        read(&mut state, 115);
+        assert_eq!(state.silent_members(long, at(115)), [killed]);
+        assert!(!state.heartbeat_expired(living, at(115)));
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub mod rewrap;
 mod rollout_nodes;
 mod ssh_access;
 pub mod sweep;
+mod terminal_gateways;
 pub mod timers;
 mod trace_export;
 mod worker_dependencies;
@@ -138,6 +139,8 @@ tree! {
         "deletes old command ids, creates partitions in advance";
     "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recordings::start) =>
         "deletes recordings of terminals that are too old";
+    "terminal-gateways" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(terminal_gateways::start) =>
+        "detaches terminals whose gateway has ended";
     "retention" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(retention::start) =>
         "removes months of the history and of the audit log, and ended entities, that are older than policies keep them";
     "fleet-history" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(fleet_history::start) =>

@@ -135,6 +135,38 @@ async fn kill_or_stop_of_an_agent_ends_its_terminals_and_they_cannot_be_resumed(
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn kill_of_a_replica_detaches_its_terminals_which_make_room() {
+    let builder = TestCluster::builder().replicas(3).policy("terminal.sessions_per_allocation", 2);
+    let mut cluster = builder.start().await;
+    let (_, allocation) = rent_allocation(&mut cluster).await;
+    let mut terminals = Vec::new();
+    for replica in [0, 0] {
+        let ticket = cluster.issue_terminal_token(&cluster.user.clone(), allocation.id, None).await;
+        let mut terminal = cluster.gateway_at(replica).open(&ticket.token, None).await;
+        terminal.attached().await;
+        terminals.push((terminal, ticket.session));
+    }
+    let (user, admin) = (cluster.at_replica(1, "user"), cluster.at_replica(1, "admin"));
+    cluster.request_terminal_token(&user, allocation.id, None).await.expect_error(409, "state_conflict");
+    cluster.kill9_replica(0);
+    for (_, session) in &terminals {
+        let path = format!("/api/v1/admin/terminal-sessions/{session}");
+        let detached = admin.wait_until(&path, "detached", |session| session["state"] == "detached").await;
+        assert!(detached["detached_at"].is_string(), "{detached}");
+    }
+    // Each of them goes on where its user comes back, and makes room where another one is opened.
+    let ticket = cluster.issue_terminal_token(&user, allocation.id, Some(terminals[1].1)).await;
+    let mut back = cluster.gateway_at(1).open(&ticket.token, None).await;
+    back.attached().await;
+    let ticket = cluster.issue_terminal_token(&user, allocation.id, None).await;
+    let mut third = cluster.gateway_at(2).open(&ticket.token, None).await;
+    third.attached().await;
+    assert_eq!(expect_closed(&admin, terminals[0].1).await["close_reason"], "displaced");
+    cluster.restart_replica(0).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn concurrent_sessions_are_bounded_by_policy_and_administrators_list_and_end_them() {
     let mut cluster = TestCluster::builder().replicas(2).policy("terminal.sessions_per_allocation", 3).start().await;
     let (_, allocation) = rent_allocation(&mut cluster).await;

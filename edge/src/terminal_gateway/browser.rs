@@ -18,11 +18,13 @@ use crate::app_state::AppState;
 use crate::http::correlation::Scope;
 use crate::http::websocket::{CLOSE_TIMEOUT, Close, frame};
 use crate::terminal::Link;
+use actors::AskError;
 use axum::extract::ws::{Message, WebSocket};
 use byte_positions::Progress;
 use control_frames::{ToUser, exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
+use domain::retry;
 use domain::terminal_session::{CloseCode, CloseReason, Instruction, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{Sink, SinkExt as _, StreamExt as _};
@@ -40,6 +42,10 @@ const NOTICE_AFTER: Duration = Duration::from_secs(1);
 /// How long the remaining output of an ended session is kept for a client that reads nothing, and for one that reads very slowly.
 const DRAIN_PAUSE: Duration = Duration::from_secs(5);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The pause after a first attempt to report the connection's end that failed; it doubles with each further one.
+const DETACH_PAUSE: Duration = Duration::from_secs(1);
+const MAX_DETACH_PAUSE: Duration = Duration::from_secs(30);
 
 /// An admitted user's connection. It mostly waits: rare calls are boxed, so that they leave no room reserved.
 pub(super) struct Browser {
@@ -71,11 +77,32 @@ impl Browser {
         if let Some(why) = why {
             let _ = timeout(CLOSE_TIMEOUT, sink.send(frame(why))).await;
         }
-        let detach = Instruction::Detach { attachment: self.attachment };
-        if let Err(error) = Box::pin(ask(&self.app, &self.scope, self.session.id, detach)).await {
-            tracing::debug!(%error, "a terminal's connection could not be detached");
-        }
+        drop((sink, stream));
         metrics.connections.dec();
+        Box::pin(self.detach()).await;
+    }
+
+    /// Reports the connection's end until that is stored, or the session is over. Where this process ends before it is, the worker
+    /// `terminal-gateways` detaches the session.
+    async fn detach(&self) {
+        let mut failures = 0;
+        loop {
+            let detach = Instruction::Detach { attachment: self.attachment };
+            match ask(&self.app, &self.scope, self.session.id, detach).await {
+                Ok(_) | Err(AskError::Rejected(_)) => return,
+                Err(error) => tracing::debug!(%error, "a terminal's connection could not be detached"),
+            }
+            if self.is_past_lifetime().is_some() {
+                return;
+            }
+            failures += 1;
+            // An outage of the database makes many connections wait together.
+            let jitter = DETACH_PAUSE.mul_f64(rand::random());
+            tokio::select! {
+                () = sleep(retry::pause(DETACH_PAUSE, failures, MAX_DETACH_PAUSE) + jitter) => {}
+                () = self.app.stopping.cancelled() => return,
+            }
+        }
     }
 
     async fn serve(
@@ -106,6 +133,7 @@ impl Browser {
         };
         match ending {
             SessionEnd::Replaced => Some(close::REPLACED),
+            SessionEnd::Detached => Some(close::RESTARTS),
             SessionEnd::Closed(reason) => {
                 if let CloseReason::Exited { exit } = reason {
                     let _ = timeout(CLOSE_TIMEOUT, sink.send(text(&exit_of(exit)))).await;

@@ -1,12 +1,13 @@
-//! When a connection of a session has to be closed: the session is over, or another connection replaced it.
+//! When a connection of a session has to be closed: the session is over, another connection replaced it, or it counts as gone.
 
 use crate::app_state::AppState;
 use crate::app_state::read_model::current;
 use domain::TerminalSessionId;
 use domain::state_machine::Timestamp;
-use domain::terminal_session::{CloseReason, TerminalSession};
+use domain::terminal_session::{CloseReason, Phase, TerminalSession};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use std::cmp::Ordering;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,10 +21,12 @@ pub(crate) enum SessionEnd {
     Closed(CloseReason),
     /// A later connection was admitted.
     Replaced,
+    /// It counts as gone: this member was taken for an ended one.
+    Detached,
 }
 
-/// Completes when the session is over, or has admitted a later connection than `attachment`. The session's fixed lifetime is enforced here,
-/// also while the session's entity or the store cannot be reached.
+/// Completes when the session is over, has admitted a later connection than `attachment`, or counts as having none. The session's fixed
+/// lifetime is enforced here, also while the session's entity or the store cannot be reached.
 pub(crate) async fn until_session_ends(
     app: &AppState,
     session: TerminalSessionId,
@@ -77,7 +80,12 @@ fn session_end(found: Option<&TerminalSession>, attachment: Option<u32>) -> Opti
     if let Some(reason) = session.closed() {
         return Some(SessionEnd::Closed(reason.clone()));
     }
-    attachment.is_some_and(|attachment| session.attachments > attachment).then_some(SessionEnd::Replaced)
+    match session.attachments.cmp(&attachment?) {
+        // An earlier state than that of this connection says nothing.
+        Ordering::Less => None,
+        Ordering::Equal => matches!(session.phase, Phase::Detached { .. }).then_some(SessionEnd::Detached),
+        Ordering::Greater => Some(SessionEnd::Replaced),
+    }
 }
 
 #[cfg(test)]

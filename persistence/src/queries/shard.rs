@@ -1,11 +1,11 @@
-//! The reads of a shard's owner: due timers, unsettled events, and overdue entities.
+//! The reads of a shard's owner: due timers, unsettled events, overdue entities, and terminals whose gateway has ended.
 
 use super::entity::{kind, shard};
 use super::{PAGE_MAX, Reads};
 use crate::error::{OperationContext, StoreError, damaged};
 use crate::outbox::OutboxRow;
 use domain::commit::Epoch;
-use domain::id::{EntityKind, EntityRef, EventId, Shard};
+use domain::id::{EntityKind, EntityRef, EventId, MemberId, Shard, TerminalSessionId};
 use domain::state_machine::{RequestOrigin, Timestamp};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
@@ -122,6 +122,52 @@ impl Reads {
         .doing("reading orphaned events")?;
         read_rows(&rows, "reading orphaned events")
     }
+
+    /// The terminal sessions of these shards that have a connection at a member that is not in the table of members, or is one of `ended`,
+    /// without those of `except`. The table is read in the same snapshot: a member is in it before it admits a connection.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn abandoned_terminals(
+        &self,
+        shards: &[Shard],
+        ended: &[MemberId],
+        except: &[TerminalSessionId],
+        limit: u32,
+    ) -> Result<Vec<AbandonedTerminal>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT id, body ->> 'attachments' AS attachment FROM entity
+             WHERE kind = 'terminal_session' AND state = 'attached' AND shard = ANY ($1) AND id <> ALL ($3)
+               AND body #>> '{phase,gateway}' IS NOT NULL
+               AND NOT EXISTS (
+                   SELECT 1 FROM member WHERE member.id::text = entity.body #>> '{phase,gateway}' AND member.id <> ALL ($2)
+               )
+             ORDER BY created_at, id LIMIT $4",
+        )
+        .bind(numbers(shards))
+        .bind(ended.iter().map(|member| member.0).collect::<Vec<_>>())
+        .bind(except.iter().map(|session| session.0).collect::<Vec<_>>())
+        .bind(i64::from(limit))
+        .fetch_all(&self.pool)
+        .await
+        .doing("reading terminals of ended gateways")?;
+        let abandoned = |row: &PgRow| -> Result<Option<AbandonedTerminal>, sqlx::Error> {
+            // A number that cannot be read is one that no release has written.
+            let attachment = row.try_get::<Option<String>, _>("attachment")?.and_then(|number| number.parse().ok());
+            let session = TerminalSessionId(row.try_get("id")?);
+            Ok(attachment.map(|attachment| AbandonedTerminal { session, attachment }))
+        };
+        let found: Result<Vec<_>, _> = rows.iter().map(abandoned).collect();
+        Ok(found.doing("reading terminals of ended gateways")?.into_iter().flatten().collect())
+    }
+}
+
+/// A connection of a terminal session whose gateway has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AbandonedTerminal {
+    pub session: TerminalSessionId,
+    /// The number of the connection.
+    pub attachment: u32,
 }
 
 /// The position up to which a shard's events were read.

@@ -73,6 +73,7 @@ impl ServiceStage {
         let sessions = SessionReader::new(storage.reads.clone(), Arc::clone(ring));
         let authenticator = authenticator(config, identity_ca.clone(), current_keys.clone(), storage.reads.clone())?;
         let services = AppState::new(Parts {
+            member: storage.member,
             directory: actors.directory.clone(),
             reads: storage.reads.clone(),
             environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::shell_dependencies::Environment>,

@@ -7,14 +7,15 @@
 //! ```
 //!
 //! The node's agent runs the shell and stores its output; this state machine decides whether it may. A connection is admitted by a token
-//! that is used once. Each connection gets a number, so that a later one replaces an earlier one.
+//! that is used once. Each connection gets a number, so that a later one replaces an earlier one. Its gateway reports its end; where that
+//! member has ended, a worker does (decision 0120).
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::{Principal, ResourceOwner};
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, BrowserSessionId, EntityKind, EntityRef, NodeId, TerminalSessionId};
+use crate::id::{AllocationId, BrowserSessionId, EntityKind, EntityRef, MemberId, NodeId, TerminalSessionId};
 use crate::policy::{self, Scopes};
 use crate::precondition::Precondition;
 use crate::recording::RecordingTerms;
@@ -107,6 +108,10 @@ pub enum Phase {
     },
     Attached {
         since: Timestamp,
+        /// The member that has the connection: the worker `terminal-gateways` detaches the session where that has ended. `None` in snapshots of
+        /// earlier releases.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        gateway: Option<MemberId>,
     },
     /// The shell continues without a connection.
     Detached {
@@ -466,6 +471,7 @@ impl TerminalSession {
         &self,
         shown: TokenDigest,
         active: Precondition,
+        gateway: Option<MemberId>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         let refused = |cause| Err(Rejection::TokenRefused { cause });
@@ -486,7 +492,7 @@ impl TerminalSession {
             next.spent.remove(0);
         }
         next.attachments = self.attachments.saturating_add(1);
-        next.phase = Phase::Attached { since: ctx.now };
+        next.phase = Phase::Attached { since: ctx.now, gateway };
         let audit = self.audit(AuditAction::TerminalsAttach, &json!({ "attachment": next.attachments }));
         let reply = Reply::Attached { attachment: next.attachments, session: Box::new(next.clone()) };
         Ok(Transition::to(next, reply, "a connection showed the token")

@@ -8,16 +8,19 @@ use domain::allocation::{Allocation, Fact, Phase};
 use domain::authz::{CallerIdentity, TokenRole};
 use domain::browser_session::{self, BrowserSession, Opening, Place, SecretDigest};
 use domain::commit::Precondition;
-use domain::terminal_session::{Request, TerminalSession, TokenDigest};
-use domain::{BrowserSessionId, Principal};
+use domain::terminal_session::{Instruction, Request, TerminalSession, TokenDigest};
+use domain::{BrowserSessionId, Machine as _, Principal, TerminalSessionId};
 use futures::StreamExt as _;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use std::time::Duration;
+use test_host::CapturedLog;
 use tokio::net::{TcpListener, TcpStream};
-use tokio_tungstenite::client_async;
+use tokio::sync::mpsc;
 use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
+use tokio_tungstenite::{WebSocketStream, client_async};
 use uuid::Uuid;
 
 /// An active allocation of ann's.
@@ -79,14 +82,19 @@ async fn gateway(api: &ApiHarness) -> SocketAddr {
     address
 }
 
-/// Connects with the token. The code with which the gateway closes the connection; `None` where it admits the connection.
-async fn connect(api: &ApiHarness, gateway: SocketAddr, session: Uuid, token: &str) -> Option<u16> {
-    let attachments = find::<TerminalSession>(&api.app, session).await.unwrap().unwrap().it.attachments;
+/// A connection that shows the token.
+async fn socket(gateway: SocketAddr, token: &str) -> WebSocketStream<TcpStream> {
     let mut request = format!("ws://{gateway}{}", terminal_gateway::PATH).into_client_request().unwrap();
     let offered = format!("{}, token.{token}", crate::terminal::PROTOCOL);
     request.headers_mut().insert("sec-websocket-protocol", offered.parse().unwrap());
     let stream = TcpStream::connect(gateway).await.unwrap();
-    let (mut socket, _) = client_async(request, stream).await.unwrap();
+    client_async(request, stream).await.unwrap().0
+}
+
+/// Connects with the token. The code with which the gateway closes the connection; `None` where it admits the connection.
+async fn connect(api: &ApiHarness, gateway: SocketAddr, session: Uuid, token: &str) -> Option<u16> {
+    let attachments = find::<TerminalSession>(&api.app, session).await.unwrap().unwrap().it.attachments;
+    let mut socket = socket(gateway, token).await;
     let closed = async {
         while let Some(Ok(message)) = socket.next().await {
             if let Message::Close(frame) = message {
@@ -155,4 +163,54 @@ async fn token_of_a_login_that_has_ended_admits_no_connection() {
     api.ask::<BrowserSession>(&ann_by(second), second, browser_session::Request::EndByUser).await.unwrap();
     assert_eq!(connect(&api, gateway, session, token.expose_secret()).await, Some(4403));
     assert_eq!(connect(&api, gateway, session, issued(first).await.expose_secret()).await, None, "that one is active");
+}
+
+/// A session of ann's with a connection, and an agent that says nothing.
+struct AttachedTerminal {
+    id: Uuid,
+    socket: WebSocketStream<TcpStream>,
+    _agent: (crate::terminal::AgentStream, mpsc::Receiver<wire::terminal::TerminalCommand>),
+}
+
+impl AttachedTerminal {
+    async fn open(api: &ApiHarness) -> Self {
+        let allocation = rented(api).await;
+        let issued = api.post(&format!("{allocation}/terminal-tokens")).user("ann").send().await;
+        let issued = issued.is(201);
+        let id: Uuid = issued["session_id"].as_str().unwrap().parse().unwrap();
+        let (down, downs) = mpsc::channel(16);
+        let stream = api.app.terminals.register_stream(TerminalSessionId(id), down);
+        let socket = socket(gateway(api).await, issued["token"].as_str().unwrap()).await;
+        api.wait_until::<TerminalSession>(id, |session| session.state() == "attached").await;
+        Self { id, socket, _agent: (stream, downs) }
+    }
+}
+
+#[tokio::test]
+async fn session_whose_client_leaves_during_an_outage_of_the_database_is_detached_after_it() {
+    let log = CapturedLog::of_process();
+    let api = ApiHarness::with_own_postgres(None).await;
+    let AttachedTerminal { id, socket, _agent } = AttachedTerminal::open(&api).await;
+    api.kill_postgres().await;
+    drop(socket);
+    while !log.text().contains("a terminal's connection could not be detached") {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    api.start_postgres_again().await;
+    api.wait_until::<TerminalSession>(id, |session| session.state() == "detached").await;
+}
+
+#[tokio::test]
+async fn client_whose_connection_counts_as_gone_is_asked_to_connect_again() {
+    let api = ApiHarness::new().await;
+    let AttachedTerminal { id, mut socket, _agent } = AttachedTerminal::open(&api).await;
+    // As the worker does, where it takes this member for an ended one.
+    api.ask_as_system::<TerminalSession>(id, Instruction::Detach { attachment: 1 }).await;
+    api.app.terminals.wake(TerminalSessionId(id));
+    let code = loop {
+        if let Message::Close(frame) = socket.next().await.unwrap().unwrap() {
+            break u16::from(frame.unwrap().code);
+        }
+    };
+    assert_eq!(code, 1012);
 }

@@ -2,7 +2,7 @@
 
 use super::{CloseReason, Rejection, Reply, TerminalSession, TokenDigest};
 use crate::audit::AuditAction;
-use crate::id::{AllocationId, BrowserSessionId, NodeId};
+use crate::id::{AllocationId, BrowserSessionId, MemberId, NodeId};
 use crate::precondition::Precondition;
 use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
@@ -14,8 +14,14 @@ use serde_json::json;
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Instruction {
     /// Admits the connection that presents this token.
-    Attach { token_sha256: TokenDigest, active: Precondition },
-    /// Forgets the connection of that number, which was closed.
+    Attach {
+        token_sha256: TokenDigest,
+        active: Precondition,
+        /// The member that has the connection. `None` from members of earlier releases.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        gateway: Option<MemberId>,
+    },
+    /// Forgets the connection of that number, which was closed, or whose gateway has ended.
     Detach { attachment: u32 },
     /// Closes it: the node could not start it, or lost it.
     Fail { node_id: NodeId, code: String },
@@ -45,7 +51,7 @@ impl TerminalSession {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match instruction {
-            Instruction::Attach { token_sha256, active } => self.attach(token_sha256, active, ctx),
+            Instruction::Attach { token_sha256, active, gateway } => self.attach(token_sha256, active, gateway, ctx),
             Instruction::Detach { attachment } => Ok(self.detach(attachment, ctx)),
             Instruction::Fail { node_id, code } if node_id == self.node_id => {
                 let metadata = json!({ "failure_code": code });

@@ -11,6 +11,7 @@ use uuid::Uuid;
 const SESSION: Uuid = Uuid::from_u128(1);
 const ALLOCATION: AllocationId = AllocationId(Uuid::from_u128(2));
 const NODE: NodeId = NodeId(Uuid::from_u128(3));
+const GATEWAY: MemberId = MemberId(Uuid::from_u128(4));
 const REVOKE: Instruction = Instruction::Revoke { allocation_id: None };
 const CUT_OFF: Instruction = Instruction::CutOff { node_id: None };
 const ACTIVE: Precondition = Precondition { entity: Uuid::from_u128(2), version: 4 };
@@ -60,7 +61,7 @@ impl Story {
     }
 
     fn attach(&mut self, shown: TokenDigest) -> Result<Transition<TerminalSession>, Rejection> {
-        self.ask(&gateway(), Instruction::Attach { token_sha256: shown, active: ACTIVE })
+        self.ask(&gateway(), Instruction::Attach { token_sha256: shown, active: ACTIVE, gateway: Some(GATEWAY) })
     }
 
     fn pass(&mut self, seconds: i64) {
@@ -180,6 +181,21 @@ fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back()
     );
     story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::DetachedExpired));
+}
+
+#[test]
+fn connection_of_a_session_names_its_gateway_and_none_in_an_earlier_release() {
+    let mut story = Story::opened();
+    story.attach(token(1)).unwrap();
+    let phase = story.session.as_ref().unwrap().phase.clone();
+    assert_eq!(phase, Phase::Attached { since: story.now, gateway: Some(GATEWAY) });
+    let stored = serde_json::to_value(&phase).unwrap();
+    assert_eq!(stored["gateway"], json!(GATEWAY), "the worker that looks for ended gateways reads it there");
+    assert_eq!(serde_json::from_value::<Phase>(stored).unwrap(), phase);
+    let earlier = json!({ "state": "attached", "since": "2027-01-15T08:00:00Z" });
+    let phase: Phase = serde_json::from_value(earlier.clone()).unwrap();
+    assert!(matches!(phase, Phase::Attached { gateway: None, .. }));
+    assert_eq!(serde_json::to_value(&phase).unwrap(), earlier);
 }
 
 #[test]
