@@ -159,6 +159,23 @@ async fn concurrent_checkouts_with_one_key_make_one_payment_and_the_secret_is_no
 }
 
 #[tokio::test]
+async fn key_of_a_checkout_for_one_organization_begins_none_for_another() {
+    let processor = FakeProcessor::default();
+    let api = ApiHarness::with_processor(&processor).await;
+    let of = async |org: &str, key: &str| {
+        let body = checkout_body(5_000);
+        api.post(CHECKOUT).by(&api.token_of("ann", org)).key(key).json(&body).send().await
+    };
+    let first = of("acme", "k").await;
+    first.is(201);
+    of("umbrella", "k").await.refused(422, "idempotency_key_reused");
+    let (again, other) = (of("acme", "k").await, of("umbrella", "l").await);
+    assert_eq!(id_of(&again), id_of(&first));
+    other.is(201);
+    assert_ne!(id_of(&other), id_of(&first));
+}
+
+#[tokio::test]
 async fn repeated_checkout_of_a_paid_payment_redirects_once_the_webhook_arrives() {
     let processor = FakeProcessor::default();
     let api = ApiHarness::with_processor(&processor).await;

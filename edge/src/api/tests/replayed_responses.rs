@@ -60,6 +60,25 @@ async fn allocation_is_replayed_after_its_sku_was_deactivated_and_its_ssh_key_de
 }
 
 #[tokio::test]
+async fn key_of_an_allocation_of_one_organization_rents_none_for_another() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::On(node));
+    let rent = async |org: &str, key: &str| {
+        let body = json!({"sku": "h100x4", "gpu_count": 1});
+        api.post("/api/v1/allocations").by(&api.token_of("ann", org)).key(key).json(&body).send().await
+    };
+    let first = rent("acme", "k").await;
+    first.is(201);
+    rent("umbrella", "k").await.refused(422, "idempotency_key_reused");
+    is_replay(&rent("acme", "k").await, &first);
+    // The stored response is of that organization, too.
+    rent("umbrella", "k").await.refused(422, "idempotency_key_reused");
+    assert_ne!(rent("umbrella", "l").await.is(201)["id"], first.body["id"]);
+}
+
+#[tokio::test]
 async fn allocation_is_replayed_after_its_queue_time_ended() {
     let api = ApiHarness::new().await;
     api.sku("h100x4", 4).await;
