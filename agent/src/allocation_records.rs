@@ -157,6 +157,24 @@ impl AllocationRecords {
                 None => TaskFailure::new("device_unknown", format!("this node has no GPU {uuid}")),
             });
         }
+        let (record, before) = self.hold(task)?;
+        if before.as_ref() == Some(&record) {
+            return Ok(());
+        }
+        let stored = self.store(&record);
+        if stored.is_err() {
+            let mut held = self.lock();
+            match before {
+                Some(before) => held.insert(task.allocation_id, before),
+                None => held.remove(&task.allocation_id),
+            };
+        }
+        stored
+    }
+
+    /// Notes that the allocation holds its devices, before that is stored: a disk that does not answer keeps no reader waiting.
+    /// Returns its record, and the one that it had before.
+    fn hold(&self, task: &Provision) -> Result<(AllocationRecord, Option<AllocationRecord>), TaskFailure> {
         let mut held = self.lock();
         for device in &task.devices {
             if let Some(holder) = holder_of(&held, device, task.allocation_id) {
@@ -187,17 +205,15 @@ impl AllocationRecords {
             devices: task.devices.clone(),
             provisioned_at,
         };
-        if held.get(&task.allocation_id) != Some(&record) {
-            let text = serde_json::to_vec_pretty(&record)
-                .map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
-            atomic_file::write_atomically(
-                &self.folder_of(task.allocation_id).join(RECORD),
-                &text,
-                atomic_file::PRIVATE,
-            )?;
-            held.insert(task.allocation_id, record);
-        }
-        Ok(())
+        let before = held.insert(task.allocation_id, record.clone());
+        Ok((record, before))
+    }
+
+    fn store(&self, record: &AllocationRecord) -> Result<(), TaskFailure> {
+        let text =
+            serde_json::to_vec_pretty(record).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
+        let path = self.folder_of(record.allocation_id).join(RECORD);
+        Ok(atomic_file::write_atomically(&path, &text, atomic_file::PRIVATE)?)
     }
 
     /// Withholds a GPU from allocations, unless one holds it.
@@ -232,15 +248,13 @@ impl AllocationRecords {
     pub fn free(&self, allocation_id: Uuid, findings: &[CleanupFinding]) -> Result<(), TaskFailure> {
         self.unproved.note(allocation_id, findings)?;
         let folder = self.folder_of(allocation_id);
-        let mut held = self.lock();
         match fs::remove_dir_all(&folder) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(FileError::at("remove", &folder)(error).into())
             }
             Ok(()) | Err(_) => {
                 atomic_file::sync_folder(&self.folder).map_err(|error| FileError::at("sync", &self.folder)(error))?;
-                held.remove(&allocation_id);
-                drop(held);
+                self.lock().remove(&allocation_id);
                 // Without a record, nothing is opened either.
                 self.closed.lock().unwrap_or_else(PoisonError::into_inner).remove(&allocation_id);
                 Ok(())
@@ -299,16 +313,91 @@ fn read(folder: &Path) -> Result<BTreeMap<Uuid, AllocationRecord>, FileError> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::bounded_reading::hanging_mount::OwnMounts;
     use crate::gpus::GpuSimulation;
+    use crate::terminal::skipped_tests;
+
+    fn gpus() -> Gpus {
+        let asked = GpuSimulation { count: 1, model: "H100".into(), memory_mib: 1 };
+        Gpus::detect(Uuid::nil(), Some(&asked), crate::gpu_probe::DEFAULT_DEADLINE)
+    }
+
+    fn provision(id: Uuid, gpus: &Gpus) -> Provision {
+        Provision {
+            allocation_id: id,
+            user_name: "tena".into(),
+            authorized_keys: Vec::new(),
+            devices: gpus.list().unwrap().iter().map(DeviceRef::from).collect(),
+            sku: "h100".into(),
+            deadline_at: Utc::now(),
+        }
+    }
+
+    #[test]
+    fn device_of_a_record_that_cannot_be_stored_is_free_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (records, gpus) = (AllocationRecords::open(folder.path()).unwrap(), gpus());
+        let [first, second] = [1, 2].map(Uuid::from_u128);
+        // No folder can be made where this file is.
+        fs::write(records.folder_of(first), "").unwrap();
+        assert_eq!(records.reserve(&provision(first, &gpus), &gpus).unwrap_err().code, "node_storage");
+        records.reserve(&provision(second, &gpus), &gpus).unwrap();
+        assert_eq!(records.ids(), BTreeSet::from([second.to_string()]));
+    }
+
+    /// In a thread that is left to itself: it ends once the disk that it waits for is unmounted.
+    fn begin(
+        records: &Arc<AllocationRecords>,
+        asked: &std::sync::mpsc::Sender<()>,
+        waits: impl FnOnce(&AllocationRecords) + Send + 'static,
+    ) {
+        let (records, asked) = (Arc::clone(records), asked.clone());
+        std::thread::spawn(move || {
+            asked.send(()).unwrap();
+            waits(&records);
+        });
+    }
+
+    #[test]
+    fn disk_that_does_not_answer_keeps_no_device_open_and_no_heartbeat_waiting() {
+        let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let (records, gpus) = (Arc::new(AllocationRecords::open(folder.path()).unwrap()), Arc::new(gpus()));
+        let [present, next] = [1, 2].map(Uuid::from_u128);
+        records.reserve(&provision(present, &gpus), &gpus).unwrap();
+        let _hanging = mounts.hang(folder.path());
+        let uuid = gpus.list().unwrap()[0].uuid.clone();
+        let of_other = Provision { devices: Vec::new(), ..provision(next, &gpus) };
+        let finding = CleanupFinding {
+            what: CleanupCheck::GpuMemory,
+            looked_for: uuid,
+            outcome: FindingOutcome::Unknown,
+            detail: None,
+        };
+        let (asked, are_asked) = std::sync::mpsc::channel();
+        begin(&records, &asked, move |records| drop(records.reserve(&of_other, &gpus)));
+        begin(&records, &asked, move |records| drop(records.unproved().note(present, &[finding])));
+        begin(&records, &asked, move |records| drop(records.free(next, &[])));
+        (0..3).for_each(|_| are_asked.recv().unwrap());
+        // They wait for the disk by now, or do a moment later.
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let (read, is_read) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            records.open_device(present, || Ok::<_, io::Error>(())).unwrap();
+            records.close_devices(present, || ());
+            read.send((records.contains(present), records.unproved().all().len())).unwrap();
+        });
+        assert_eq!(is_read.recv_timeout(std::time::Duration::from_secs(60)), Ok((true, 0)));
+    }
 
     #[test]
     fn device_is_opened_until_the_release_begins_and_the_release_leaves_nothing_in_memory() {
         let folder = tempfile::tempdir().unwrap();
         let records = AllocationRecords::open(folder.path()).unwrap();
-        let asked = GpuSimulation { count: 1, model: "H100".into(), memory_mib: 1 };
-        let gpus = Gpus::detect(Uuid::nil(), Some(&asked), crate::gpu_probe::DEFAULT_DEADLINE);
-        let devices: Vec<_> = gpus.list().unwrap().iter().map(DeviceRef::from).collect();
+        let gpus = gpus();
         for id in (1..=3).map(Uuid::from_u128) {
             let opens = || {
                 let mut is_open = false;
@@ -319,15 +408,7 @@ mod tests {
                 opened.is_ok() && is_open
             };
             assert!(!opens(), "without a record");
-            let task = Provision {
-                allocation_id: id,
-                user_name: "tena".into(),
-                authorized_keys: Vec::new(),
-                devices: devices.clone(),
-                sku: "h100".into(),
-                deadline_at: Utc::now(),
-            };
-            records.reserve(&task, &gpus).unwrap();
+            records.reserve(&provision(id, &gpus), &gpus).unwrap();
             assert!(opens());
             records.close_devices(id, || ());
             assert!(!opens(), "its release has begun");

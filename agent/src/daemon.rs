@@ -61,6 +61,8 @@ const BACKOFF_BASE: Duration = Duration::from_millis(250);
 /// How long tasks in flight may take to end when the agent is stopped. A task that does not end in time is finished from the journal at
 /// the next start.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
+/// The most tasks that wait for others, beside those that are executed.
+const WAITING_TASKS: usize = 256;
 /// A process that is stopped ends after this time, whatever hangs in it: before the service manager kills it (`TimeoutStopSec=`).
 pub const STOP_TIMEOUT: Duration = Duration::from_secs(25);
 
@@ -330,7 +332,9 @@ pub async fn run_with(
                 issued = applicant.apply(method) => issued?,
                 () = stop.cancelled() => return Ok(()),
             };
-            enroll::follow_verifier_sets(&identities, &config.verifier_set, &mut verifiers, &issued.verifier_sets);
+            if let Some(current) = enroll::follow_verifier_sets(&mut verifiers, &issued.verifier_sets) {
+                enroll::store_verifier_set(&identities, &config.verifier_set, &current);
+            }
             issued.identity
         }
     };
@@ -343,7 +347,8 @@ pub async fn run_with(
     let agent = Arc::new(Agent {
         terminals: TerminalSessions::new(spools, Arc::clone(&manager), clock.clone(), tasks.clone(), stop.clone()),
         manager,
-        slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
+        slots: Semaphore::new(config.max_concurrent_tasks),
+        places: Arc::new(Semaphore::new(config.max_concurrent_tasks + WAITING_TASKS)),
         config,
         clock,
         updates,
@@ -367,6 +372,7 @@ pub async fn run_with(
         poll_settings: watch::Sender::new(PollSettings::default()),
         heartbeat_now,
         unstored: RepeatedFailures::default(),
+        verifiers_storing: tokio::sync::Mutex::new(BoundedReading::of("the stored task-signing keys")),
         heartbeats_answered: watch::Sender::new(0),
         renew_within: watch::Sender::new(None),
         tasks,
@@ -419,18 +425,29 @@ struct Agent {
     poll_settings: watch::Sender<PollSettings>,
     /// Requests a heartbeat ahead of its schedule.
     heartbeat_now: Arc<Notify>,
-    /// While the authorities of nodes cannot be stored.
-    unstored: RepeatedFailures<()>,
+    /// What of the identity cannot be stored.
+    unstored: RepeatedFailures<UnstoredFile>,
+    verifiers_storing: tokio::sync::Mutex<BoundedReading<()>>,
     /// The number of answered heartbeats.
     heartbeats_answered: watch::Sender<u64>,
     /// Set when the certificate's authority is retired: the window within which the certificate is to be renewed.
     renew_within: watch::Sender<Option<Duration>>,
-    slots: Arc<Semaphore>,
+    /// For tasks that are executed at once, but for releases.
+    slots: Semaphore,
+    /// For tasks that are executed, or wait for it.
+    places: Arc<Semaphore>,
     terminals: TerminalSessions,
     manager: Arc<ServiceManager>,
     tasks: TaskTracker,
     stop: CancellationToken,
     fatal: Mutex<Option<Fatal>>,
+}
+
+/// A file of the identity that is changed while the agent runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum UnstoredFile {
+    Authorities,
+    Certificate,
 }
 
 struct Session {

@@ -5,13 +5,17 @@
 //! lines that wait together share one sync. A torn last line is what a crash leaves, and is dropped; a broken line elsewhere is
 //! corruption, and stops the agent.
 //!
-//! A disk that takes no line keeps no tenant: a release, which may be executed any number of times, begins without its line, and the results of
-//! all tasks count in memory. No other task begins. The whole file is rewritten as soon as there is room.
+//! A disk that takes no line, or does not answer, keeps no tenant: a release, which may be executed any number of times, begins without its line,
+//! and the results of all tasks count in memory. No other task begins. The whole file is rewritten as soon as the disk takes it.
+//!
+//! So the file may lack later lines of a task, and a task that it has as unfinished may be over: the next agent goes on with releases alone.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
@@ -20,15 +24,19 @@ use uuid::Uuid;
 use wire::task::{OpenTerminal, TASK_TYPES, Task, TaskPayload, TaskResult, TaskStatus};
 
 use crate::atomic_file::{self, FileError};
+use crate::bounded_reading::LATE_AFTER;
 use crate::health::finding_log::Condition;
+use crate::health::machine_conditions::late_readings;
 use crate::server_clock::ServerClock;
-use writer::JournalWriter;
+use writer::{JournalWriter, PendingEntry};
 
 mod writer;
 
 /// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin covers clocks that
 /// are set back.
 const REMEMBERED_AFTER_EXPIRY: TimeDelta = TimeDelta::minutes(10);
+/// Why the file lacks lines, where that is no error.
+const NO_ANSWER: &str = "the disk of the journal does not answer";
 
 /// One task, at the latest attempt that this agent has accepted.
 #[derive(Debug, Clone, PartialEq)]
@@ -117,14 +125,17 @@ pub enum JournalError {
 }
 
 type Records = BTreeMap<Uuid, TaskRecord>;
-type Written = oneshot::Sender<Result<(), JournalError>>;
 
 /// The journal of one agent. Cheap to share behind an `Arc`; its writer is a thread that ends with the last handle.
 #[derive(Debug)]
 pub struct Journal {
     records: Arc<Mutex<Records>>,
     unwritten: Arc<Mutex<Option<String>>>,
-    writer: mpsc::Sender<(JournalEntry, Written)>,
+    writer: mpsc::Sender<PendingEntry>,
+    /// How long a line is waited for.
+    late_after: Duration,
+    /// As the probe of the state folder names it.
+    folder: String,
 }
 
 impl Journal {
@@ -136,9 +147,6 @@ impl Journal {
     pub fn open(path: &Path, clock: &ServerClock) -> Result<Self, JournalError> {
         let content = atomic_file::read_bytes_if_there(path)?.unwrap_or_default();
         let mut records = read(&content, path)?;
-        if !completeness_mark(path).exists() {
-            records.retain(|_, record| is_certain(record));
-        }
         forget(&mut records, clock);
         let records = Arc::new(Mutex::new(records));
         let unwritten = Arc::default();
@@ -148,13 +156,17 @@ impl Journal {
             .name("journal".to_owned())
             .spawn(move || writer.write_until_closed(&lines))
             .map_err(|error| JournalError::Write(Arc::new(error)))?;
-        Ok(Self { records, unwritten, writer: sender })
+        let folder = atomic_file::folder_of(path).display().to_string();
+        Ok(Self { records, unwritten, writer: sender, late_after: LATE_AFTER, folder })
     }
 
-    /// The condition that the disk does not take what this journal has, which names why.
+    /// The condition that the disk does not take what this journal has, which names why, or does not answer.
     #[must_use]
     pub fn condition(&self) -> Option<Condition> {
         let why = lock(&self.unwritten).clone()?;
+        if why == NO_ANSWER {
+            return late_readings("state", std::iter::once(self.folder.as_str()));
+        }
         let detail = format!("{why}; tenants are released all the same, and no other task begins until there is room");
         Some(Condition::of_machine("disk", "full", detail))
     }
@@ -199,30 +211,33 @@ impl Journal {
         lock(&self.records).values().filter_map(|record| terminal_of(record, at)).cloned().collect()
     }
 
-    /// Appends a line. Returns when it is written, and durable if an effect depends on it; or, where the disk does not take it and it may wait,
-    /// when it counts in memory.
+    /// Appends a line. Returns when it is written, and durable if an effect depends on it; or, where the disk does not take it or does not answer,
+    /// and it may wait, when it counts in memory. A disk that has not answered is not waited for again until it has.
     ///
     /// # Errors
     /// [`JournalError`]; the caller must not continue as if the line were written.
     pub async fn append(&self, line: JournalEntry) -> Result<(), JournalError> {
-        let (written, answer) = oneshot::channel();
-        self.writer.send((line, written)).map_err(|_| JournalError::Closed)?;
-        answer.await.map_err(|_| JournalError::Closed)?
-    }
-}
-
-/// A file that is beside the journal while that has all that counts. Its removal needs no room on the disk.
-fn completeness_mark(journal: &Path) -> PathBuf {
-    journal.with_extension("complete")
-}
-
-/// Whether a record counts that is from a file which may lack later lines. A task that would be executed again does not: its failure, or the
-/// release of its tenant, may be recorded by the control plane, which offers what is still wanted. A release takes nothing from any later tenant.
-fn is_certain(record: &TaskRecord) -> bool {
-    match &record.phase {
-        Phase::Accepted => matches!(record.payload.task, Task::Release(_)),
-        Phase::Started => !record.payload.task.is_idempotent() || matches!(record.payload.task, Task::Release(_)),
-        Phase::Done(_) | Phase::Reported(_) => true,
+        let (written, mut answer) = oneshot::channel();
+        let pending = PendingEntry::new(line.clone(), written);
+        let is_over = Arc::clone(&pending.is_over);
+        self.writer.send(pending).map_err(|_| JournalError::Closed)?;
+        let wait = if lock(&self.unwritten).as_deref() == Some(NO_ANSWER) { Duration::ZERO } else { self.late_after };
+        if let Ok(answer) = tokio::time::timeout(wait, &mut answer).await {
+            return answer.map_err(|_| JournalError::Closed)?;
+        }
+        let mut records = lock(&self.records);
+        // The writer answers while it has the records.
+        if let Ok(answer) = answer.try_recv() {
+            return answer;
+        }
+        is_over.store(true, Ordering::Relaxed);
+        writer::note_unwritten(&self.unwritten, NO_ANSWER.to_owned());
+        if line.may_wait(&records) {
+            apply(&mut records, line);
+            Ok(())
+        } else {
+            Err(JournalError::Write(Arc::new(io::Error::new(io::ErrorKind::TimedOut, NO_ANSWER))))
+        }
     }
 }
 
@@ -328,7 +343,9 @@ mod tests {
     use wire::task::Release;
 
     use super::*;
+    use crate::bounded_reading::hanging_mount::OwnMounts;
     use crate::server_clock::since_boot;
+    use crate::terminal::skipped_tests;
 
     fn payload(task: u128, attempt: u32, expires_at: DateTime<Utc>) -> TaskPayload {
         TaskPayload {
@@ -381,28 +398,6 @@ mod tests {
 
     fn phase(journal: &Journal, task: u128) -> Phase {
         journal.record(Uuid::from_u128(task)).unwrap().phase
-    }
-
-    #[tokio::test]
-    async fn journal_that_lacked_lines_has_at_no_later_start_a_task_that_would_be_executed_again_but_a_release() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal.jsonl");
-        let clock = clock(Utc::now());
-        let release = Release { allocation_id: Uuid::nil(), user_name: "u".into(), devices: Vec::new() };
-        let release = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
-        let journal = Journal::open(&path, &clock).unwrap();
-        for payload in [release, payload(2, 1, soon())] {
-            journal.append(JournalEntry::Accepted { payload }).await.unwrap();
-        }
-        drop(journal);
-        let unreported = || {
-            let records = Journal::open(&path, &clock).unwrap().unreported();
-            records.into_iter().map(|record| record.payload.task_id.as_u128()).collect::<Vec<_>>()
-        };
-        assert_eq!(unreported(), [1, 2], "it has all lines");
-        fs::remove_file(folder.path().join("journal.complete")).unwrap();
-        assert_eq!(unreported(), [1]);
-        assert_eq!(unreported(), [1], "nor at the start after");
     }
 
     #[tokio::test]
@@ -649,6 +644,53 @@ mod tests {
         let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
         assert!(journal.has_released(Uuid::from_u128(9)));
         assert_eq!(phase(&journal, 2), Phase::Reported(result(1)));
+    }
+
+    #[tokio::test]
+    async fn journal_that_does_not_answer_takes_releases_and_results_begins_nothing_else_and_is_written_later() {
+        let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        // The file is rewritten with the next line.
+        let in_the_way = folder.path().join(".journal.new");
+        fs::create_dir(&in_the_way).unwrap();
+        let mut journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        journal.late_after = Duration::from_millis(50);
+        fs::remove_dir(&in_the_way).unwrap();
+        let hanging = mounts.hang(folder.path());
+        let release = Release { allocation_id: Uuid::from_u128(9), user_name: "gpu-9".to_owned(), devices: Vec::new() };
+        let release = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
+        let (of_release, other) = (release.task_id, payload(2, 1, soon()));
+        let of_other = other.task_id;
+        let started = |task_id| JournalEntry::Started { task_id, attempt: 1, at: Utc::now() };
+        for payload in [release, other] {
+            journal.append(JournalEntry::Accepted { payload }).await.unwrap();
+        }
+        journal.append(started(of_release)).await.unwrap();
+        assert!(journal.is_in_clean_up(Uuid::from_u128(9)));
+        let refused = journal.append(started(of_other)).await;
+        assert!(matches!(refused, Err(JournalError::Write(_))), "{refused:?}");
+        for task_id in [of_release, of_other] {
+            journal.append(JournalEntry::Done { task_id, result: result(1) }).await.unwrap();
+        }
+        let condition = journal.condition().unwrap();
+        assert_eq!((condition.key.probe, condition.key.code.as_str()), ("reading", "state"));
+        assert!(condition.detail.ends_with(folder.path().to_str().unwrap()), "{}", condition.detail);
+        // The disk answers again.
+        drop(hanging);
+        journal.late_after = Duration::from_secs(60);
+        while journal.condition().is_some() {
+            walk(&journal, 3, 1, 1).await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        walk(&journal, 4, 1, 2).await;
+        let phases = |journal: &Journal| [1, 2, 4].map(|task| phase(journal, task));
+        let wanted = [Phase::Done(result(1)), Phase::Done(result(1)), Phase::Started];
+        assert_eq!(phases(&journal), wanted);
+        drop(journal);
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        assert_eq!(phases(&journal), wanted);
+        assert!(journal.has_released(Uuid::from_u128(9)));
     }
 
     #[tokio::test]

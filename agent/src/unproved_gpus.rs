@@ -49,6 +49,8 @@ pub struct GpuWithoutProof {
 pub struct UnprovedGpus {
     path: PathBuf,
     gpus: Mutex<BTreeMap<String, GpuWithoutProof>>,
+    /// Held while they are stored and then changed, and locked before `gpus`: a disk that does not answer keeps no reader waiting.
+    storing: Mutex<()>,
     unstored: RepeatedFailures<()>,
 }
 
@@ -64,7 +66,8 @@ impl UnprovedGpus {
                 .map_err(|error| FileError::at("understand", &path)(io::Error::other(error)))?,
             None => BTreeMap::new(),
         };
-        Ok(Self { path, gpus: Mutex::new(gpus), unstored: RepeatedFailures::default() })
+        let (gpus, storing) = (Mutex::new(gpus), Mutex::default());
+        Ok(Self { path, gpus, storing, unstored: RepeatedFailures::default() })
     }
 
     /// All of them.
@@ -83,15 +86,15 @@ impl UnprovedGpus {
     /// # Errors
     /// [`FileError`]: nothing is noted, and the release must not be reported as complete.
     pub fn note(&self, allocation_id: Uuid, findings: &[CleanupFinding]) -> Result<(), FileError> {
-        let mut gpus = self.lock();
-        let mut next = gpus.clone();
+        let _alone = self.storing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.all();
         for (uuid, finding) in findings.iter().filter_map(|finding| Some((finding.unproved_gpu()?, finding))) {
             let why = finding.detail.clone().unwrap_or_else(|| "the driver gave no answer".to_owned());
             let unproved =
                 GpuWithoutProof { allocation_id, since: Utc::now(), why, boot_id: inventory::boot_id().ok() };
             next.insert(uuid.to_owned(), unproved);
         }
-        self.replace(&mut gpus, next)
+        self.replace(next)
     }
 
     /// Asks the driver about each of them again. Returns whether the list has changed.
@@ -122,24 +125,18 @@ impl UnprovedGpus {
             }
         }
         let has_changed = next != known;
-        let mut gpus = self.lock();
+        let _alone = self.storing.lock().unwrap_or_else(PoisonError::into_inner);
         // Those that were noted meanwhile stay.
-        next.extend(
-            gpus.iter().filter(|(uuid, _)| !known.contains_key(*uuid)).map(|(uuid, it)| (uuid.clone(), it.clone())),
-        );
-        self.replace(&mut gpus, next)?;
+        next.extend(self.all().into_iter().filter(|(uuid, _)| !known.contains_key(uuid)));
+        self.replace(next)?;
         Ok(has_changed)
     }
 
-    fn replace(
-        &self,
-        gpus: &mut MutexGuard<'_, BTreeMap<String, GpuWithoutProof>>,
-        next: BTreeMap<String, GpuWithoutProof>,
-    ) -> Result<(), FileError> {
-        if **gpus != next {
+    fn replace(&self, next: BTreeMap<String, GpuWithoutProof>) -> Result<(), FileError> {
+        if *self.lock() != next {
             let text = serde_json::to_vec(&next).map_err(|error| FileError::at("write", &self.path)(error.into()))?;
             atomic_file::write_atomically(&self.path, &text, atomic_file::PRIVATE)?;
-            **gpus = next;
+            *self.lock() = next;
         }
         Ok(())
     }

@@ -197,13 +197,16 @@ async fn after_kill_9_between_effect_and_result_the_stored_result_is_sent_once_e
 }
 
 #[tokio::test]
-async fn after_kill_9_in_the_middle_of_an_effect_the_task_is_executed_again() {
+async fn after_kill_9_in_the_middle_of_an_effect_the_task_is_executed_when_it_is_sent_again() {
     let (fake, folder, agent) = enrolled(&["--simulate-provision-delay-ms", "60000"]).await;
     let task = fake.provision(Uuid::now_v7());
     fake.dispatch(&task);
     agent.wait_for_message("task started").await;
     agent.kill_9();
     let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.wait_for_message("polling").await;
+    assert_eq!(agent.count("task started"), 0, "its tenant may be released by now");
+    fake.dispatch(&task);
     assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
     assert_eq!(agent.count("task started"), 1);
 }
@@ -218,6 +221,19 @@ async fn polling_and_other_tasks_continue_during_a_long_task() {
     fake.result_of(quick.task_id).await;
     let running = eventually(|| fake.calls().heartbeats.last()?.running.first().copied()).await;
     assert_eq!((running.task_id, running.attempt), (slow.task_id, 1));
+}
+
+#[tokio::test]
+async fn release_is_executed_while_other_tasks_take_all_slots() {
+    let (fake, _folder, agent) =
+        enrolled(&["--simulate-provision-delay-ms", "60000", "--max-concurrent-tasks", "1"]).await;
+    fake.dispatch(&fake.provision(Uuid::now_v7()));
+    agent.wait_for_message("task started").await;
+    let (next, release) = (fake.payload(Task::Validate { load: None }), fake.release(Uuid::now_v7()));
+    fake.dispatch(&next);
+    fake.dispatch(&release);
+    assert_eq!(fake.result_of(release.task_id).await.status, TaskStatus::Succeeded);
+    assert!(fake.calls().results.iter().all(|result| result.0 != next.task_id), "it waits for its slot");
 }
 
 #[tokio::test]

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use fake_nvml::{FakeCuda, FakeMachine};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use uuid::Uuid;
-use wire::task::{Task, TaskStatus};
+use wire::task::{Task, TaskPayload, TaskStatus};
 use wire::validation::{LoadLevel, ValidationLoad};
 
 use fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
@@ -61,15 +60,15 @@ impl Bench {
     }
 
     /// Orders a quick validation.
-    fn order(&self) -> Uuid {
+    fn order(&self) -> TaskPayload {
         let load = Some(ValidationLoad { level: LoadLevel::Quick, load_seconds: 0, gpu_uuid: None });
         let task = self.fake.payload(Task::Validate { load });
         self.fake.dispatch(&task);
-        task.task_id
+        task
     }
 
     async fn validated(&self) -> Value {
-        let result = self.fake.result_of(self.order()).await;
+        let result = self.fake.result_of(self.order().task_id).await;
         assert_eq!(result.status, TaskStatus::Succeeded, "{result:?}");
         json!(result.output)
     }
@@ -155,7 +154,7 @@ async fn cuda_that_is_ready_late_is_tried_again_by_another_process() {
     let _agent = bench.agent("10");
     // CUDA_ERROR_SYSTEM_NOT_READY.
     bench.change(|machine| machine.cuda.as_mut().unwrap().error = Some(802));
-    let task_id = bench.order();
+    let task_id = bench.order().task_id;
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(!bench.fake.calls().results.iter().any(|(id, ..)| *id == task_id), "it waits");
     bench.change(|machine| machine.cuda.as_mut().unwrap().error = None);
@@ -172,7 +171,7 @@ async fn load_ends_with_a_killed_agent_and_the_next_one_validates_again_and_leav
         echo $$ >"$(dirname "$0")/pid"; exec sleep 1000"#;
     bench.tool("fio", hangs);
     let agent = bench.agent("10");
-    let task_id = bench.order();
+    let task = bench.order();
     let file = bench.folder.path().join("tools/pid");
     let pid = eventually(|| std::fs::read_to_string(&file).ok().filter(|pid| pid.ends_with('\n'))).await;
     let data = bench.folder.path().join("gpuaas-validation.data");
@@ -181,10 +180,12 @@ async fn load_ends_with_a_killed_agent_and_the_next_one_validates_again_and_leav
     let process = PathBuf::from(format!("/proc/{}/stat", pid.trim()));
     eventually(|| std::fs::read_to_string(&process).map_or(true, |stat| stat.contains(") Z ")).then_some(())).await;
     bench.tool("fio", "echo broken >&2; exit 7");
-    let _next = bench.agent("10");
-    let result = bench.fake.result_of(task_id).await;
+    let next = bench.agent("10");
+    next.wait_for_message("polling").await;
+    bench.fake.dispatch(&task);
+    let result = bench.fake.result_of(task.task_id).await;
     assert_eq!(result.output["failed"]["disk_write_mib_per_second"], "fio ended with status 7: broken");
     assert!(!data.exists(), "the file of the killed validation is left");
-    let results = bench.fake.calls().results.iter().filter(|(id, ..)| *id == task_id).count();
+    let results = bench.fake.calls().results.iter().filter(|(id, ..)| *id == task.task_id).count();
     assert_eq!(results, 1);
 }

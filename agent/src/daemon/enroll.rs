@@ -189,22 +189,20 @@ fn is_final(error: &NodeApiError) -> bool {
     }
 }
 
-/// Follows newer verifier sets and stores them. A refused set is left to the operator; the trusted set does not change.
-pub(super) fn follow_verifier_sets(
-    identities: &IdentityStore,
-    bundle: &VerifierSet,
-    verifiers: &mut Verifiers,
-    sets: &[VerifierSet],
-) {
+/// Follows newer verifier sets. A refused set is left to the operator; the trusted set does not change. Returns the set that is trusted from here
+/// on, where it is another one, to be stored.
+pub(super) fn follow_verifier_sets(verifiers: &mut Verifiers, sets: &[VerifierSet]) -> Option<VerifierSet> {
     let before = verifiers.version();
     if let Err(error) = verifiers.follow(sets) {
         warn!(error_code = "verifier_set_refused", error = chain(&error), "a set of task-signing keys is refused");
     }
-    if verifiers.version() > before {
-        // The next agent begins with the stored set, and the control plane sends it those that follow.
-        if let Err(error) = identities.store_verifiers(bundle, verifiers.current()) {
-            warn!(error_code = "node_storage", error = chain(&error), "the task-signing keys cannot be stored");
-        }
-        info!(version = verifiers.version(), "task-signing keys rotated");
+    (verifiers.version() > before).then(|| verifiers.current().clone())
+}
+
+/// Stores the trusted set. The next agent begins with the stored one, and the control plane sends it those that follow.
+pub(super) fn store_verifier_set(identities: &IdentityStore, bundle: &VerifierSet, current: &VerifierSet) {
+    if let Err(error) = identities.store_verifiers(bundle, current) {
+        warn!(error_code = "node_storage", error = chain(&error), "the task-signing keys cannot be stored");
     }
+    info!(version = current.version, "task-signing keys rotated");
 }

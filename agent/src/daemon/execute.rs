@@ -63,10 +63,12 @@ impl Agent {
                 TaskPlan::Execute if payload.expires_at <= self.clock.now() => {
                     warn!(error_code = "task_expired", "the task expired before its end; the control plane decides");
                 }
-                TaskPlan::Execute => {
+                TaskPlan::Execute if may_be_resumed(&payload.task) => {
                     info!(was_started = record.phase == Phase::Started, "a task from before the restart goes on");
                     self.spawn_execution(payload, origin, None);
                 }
+                // The control plane sends it again if it is still wanted.
+                TaskPlan::Execute => {}
                 TaskPlan::OutcomeUnknown => self.spawn_unknown_outcome(payload, origin),
                 TaskPlan::InFlight | TaskPlan::Stale { .. } => {}
             }
@@ -77,13 +79,12 @@ impl Agent {
         locked(&self.in_flight).contains_key(&(task_id, attempt))
     }
 
-    /// Executes and reports in a task of its own, beside the polling. `slot` bounds the concurrent executions; a task from before a
-    /// restart has none yet.
+    /// Executes and reports in a task of its own, beside the polling. `place` bounds the tasks that were polled and are not over.
     pub(super) fn spawn_execution(
         self: &Arc<Self>,
         payload: TaskPayload,
         origin: TaskOrigin,
-        slot: Option<OwnedSemaphorePermit>,
+        place: Option<OwnedSemaphorePermit>,
     ) {
         let agent = Arc::clone(self);
         let key = (payload.task_id, payload.attempt);
@@ -92,7 +93,7 @@ impl Agent {
         let queue_slot = self.enqueue(&payload);
         self.tasks.spawn(
             async move {
-                if let Some(result) = agent.execute(&payload, queue_slot, slot).await {
+                if let Some(result) = agent.execute(&payload, queue_slot, place).await {
                     agent.report(payload.task_id, result, &origin).await;
                 }
                 locked(&agent.in_flight).remove(&key);
@@ -157,15 +158,23 @@ impl Agent {
         self: &Arc<Self>,
         payload: &TaskPayload,
         mut queue_slot: QueueSlot,
-        slot: Option<OwnedSemaphorePermit>,
+        _place: Option<OwnedSemaphorePermit>,
     ) -> Option<TaskResult> {
         if let Some(before) = queue_slot.before.take() {
             // An error means that the task before is finished, too.
             let _ = before.await;
         }
-        let _slot = match slot {
-            Some(slot) => slot,
-            None => Arc::clone(&self.slots).acquire_owned().await.ok()?,
+        // A tenant's end waits for no other task.
+        let _slot = match &payload.task {
+            Task::Release(_) => None,
+            Task::Provision(_)
+            | Task::ReconcileSshKeys(_)
+            | Task::OpenTerminal(_)
+            | Task::Validate { .. }
+            | Task::ResetGpu(_)
+            | Task::Diagnose {}
+            | Task::Reboot(_)
+            | Task::UpdateAgent(_) => Some(self.slots.acquire().await.ok()?),
         };
         if self.stop.is_cancelled() {
             return None;
@@ -349,6 +358,21 @@ impl Agent {
             info!(waits_for = %before.last.0, "the task waits for the allocation's task before it");
         }
         QueueSlot { before: before.map(|lane| lane.over), _over: Some(sender) }
+    }
+}
+
+/// Whether the agent goes on with a task that the journal has as unfinished. The journal may lack its end, and what came after it, such as the
+/// release of its tenant. A release ends a tenant that it names, and a GPU is not reset where it has one: both take nothing from a later tenant.
+const fn may_be_resumed(task: &Task) -> bool {
+    match task {
+        Task::Release(_) | Task::ResetGpu(_) => true,
+        Task::Provision(_)
+        | Task::ReconcileSshKeys(_)
+        | Task::OpenTerminal(_)
+        | Task::Validate { .. }
+        | Task::Diagnose {}
+        | Task::Reboot(_)
+        | Task::UpdateAgent(_) => false,
     }
 }
 

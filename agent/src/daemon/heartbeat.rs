@@ -10,11 +10,12 @@ use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask};
 use wire::task::TASK_TYPES;
 
 use super::execute::AttemptStage;
-use super::{Agent, BACKOFF_BASE, enroll, locked};
+use super::{Agent, BACKOFF_BASE, UnstoredFile, enroll, locked};
 use crate::bounded_reading::{BoundedReading, Reading};
 use crate::chain;
 use crate::full_jitter::Backoff;
 use crate::health::HealthMonitor;
+use crate::identity::IdentityError;
 use crate::inventory::InventoryReadings;
 use crate::unproved_gpus;
 
@@ -28,6 +29,7 @@ struct HeartbeatReadings {
     /// Of the file of nodes' authorities in the state folder.
     authorities: BoundedReading<Option<String>>,
     last_authorities: Option<String>,
+    authorities_storing: BoundedReading<Result<(), IdentityError>>,
     /// The proof of an update in the folder of the package.
     update_proof: BoundedReading<()>,
 }
@@ -38,6 +40,7 @@ impl Agent {
             inventory,
             authorities: BoundedReading::of("the file of nodes' authorities"),
             last_authorities: None,
+            authorities_storing: BoundedReading::of("the stored authorities of nodes"),
             update_proof: BoundedReading::of("the proof of an update"),
         };
         let heartbeat_now = Arc::clone(&self.heartbeat_now);
@@ -67,8 +70,8 @@ impl Agent {
                         info!("in contact");
                     }
                     self.prove_update(&mut readings.update_proof).await;
-                    self.follow_verifiers(&answer.verifier_sets);
-                    self.follow_authorities(&answer);
+                    self.follow_authorities(&answer, &mut readings.authorities_storing).await;
+                    self.follow_verifiers(answer.verifier_sets).await;
                     monitor.accept(&answer.accepted_findings);
                     self.heartbeats_answered.send_modify(|answers| *answers += 1);
                     self.poll_settings.send_replace(answer.poll);
@@ -143,25 +146,34 @@ impl Agent {
             .collect()
     }
 
-    pub(super) fn follow_verifiers(&self, sets: &[VerifierSet]) {
-        let mut verifiers = locked(&self.verifiers);
-        enroll::follow_verifier_sets(&self.identities, &self.config.verifier_set, &mut verifiers, sets);
+    /// Trusts newer sets of task-signing keys at once. A disk that does not answer is waited for no longer than a moment.
+    pub(super) async fn follow_verifiers(&self, sets: Vec<VerifierSet>) {
+        let Some(current) = enroll::follow_verifier_sets(&mut locked(&self.verifiers), &sets) else { return };
+        let (identities, bundle) = (self.identities.clone(), self.config.verifier_set.clone());
+        let store = move || enroll::store_verifier_set(&identities, &bundle, &current);
+        self.verifiers_storing.lock().await.read(store).await;
     }
 
-    fn follow_authorities(&self, answer: &HeartbeatAnswer) {
-        if let Some(bundle) = &answer.node_ca_bundle_pem {
-            match self.identities.store_node_cas(bundle) {
-                Ok(()) => {
-                    self.unstored.retain(|()| false);
-                    info!(fingerprint = fingerprint(bundle), "the authorities of nodes changed");
+    async fn follow_authorities(
+        &self,
+        answer: &HeartbeatAnswer,
+        storing: &mut BoundedReading<Result<(), IdentityError>>,
+    ) {
+        if let Some(bundle) = answer.node_ca_bundle_pem.clone() {
+            let (identities, fingerprint) = (self.identities.clone(), fingerprint(&bundle));
+            match storing.read(move || identities.store_node_cas(&bundle)).await {
+                Reading::Fresh(Ok(())) => {
+                    self.unstored.retain(|file| *file != UnstoredFile::Authorities);
+                    info!(fingerprint, "the authorities of nodes changed");
                 }
                 // The control plane sends them again with the answer to each heartbeat.
-                Err(error) => {
+                Reading::Fresh(Err(error)) => {
                     let error = chain(&error);
-                    if self.unstored.is_to_be_logged((), &error) {
+                    if self.unstored.is_to_be_logged(UnstoredFile::Authorities, &error) {
                         warn!(error_code = "node_storage", error, "the authorities of nodes cannot be stored");
                     }
                 }
+                Reading::Late { .. } => {}
             }
         }
         if let Some(seconds) = answer.renew_within_seconds {

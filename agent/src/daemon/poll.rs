@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use telemetry::SpanContext;
+use tokio::sync::OwnedSemaphorePermit;
 use tracing::{Instrument as _, Span, error, error_span, field, info, warn};
 use wire::task::{EnvelopeSignatureError, SignedEnvelope, TaskOpenError, TaskOrigin, TaskPayload, TaskRefusal, open};
 
@@ -56,12 +57,12 @@ impl Agent {
             () = self.stop.cancelled() => return,
         }
         loop {
-            // A task is requested only when it can be started.
-            let slot = tokio::select! {
-                slot = Arc::clone(&self.slots).acquire_owned() => slot,
+            // Also while all slots are taken: the next task may be a release, which needs none.
+            let place = tokio::select! {
+                place = Arc::clone(&self.places).acquire_owned() => place,
                 () = self.stop.cancelled() => return,
             };
-            let Ok(slot) = slot else { return };
+            let Ok(place) = place else { return };
             if !self.ensure_valid_certificate().await {
                 return;
             }
@@ -79,7 +80,7 @@ impl Agent {
                         info!("polling");
                     }
                     let outcome = match received {
-                        Some(received) => self.accept(received, slot).await,
+                        Some(received) => self.accept(received, place).await,
                         None if polled_at.elapsed() < MIN_EMPTY_POLL => PollOutcome::NoNewTask,
                         None => PollOutcome::Task,
                     };
@@ -100,7 +101,7 @@ impl Agent {
         }
     }
 
-    async fn accept(self: &Arc<Self>, received: ReceivedTask, slot: tokio::sync::OwnedSemaphorePermit) -> PollOutcome {
+    async fn accept(self: &Arc<Self>, received: ReceivedTask, place: OwnedSemaphorePermit) -> PollOutcome {
         let correlation_id = received.correlation_id.as_str();
         let payload = match self.open(&received.envelope).await {
             Ok(payload) => payload,
@@ -111,7 +112,7 @@ impl Agent {
             }
         };
         let (span, origin) = task_span(&payload, correlation_id);
-        self.accept_verified(payload, origin, slot).instrument(span).await
+        self.accept_verified(payload, origin, place).instrument(span).await
     }
 
     /// The task, if a trusted key signed it. Keys may rotate faster than heartbeats follow each other: before a task is rejected for an
@@ -155,7 +156,7 @@ impl Agent {
         self: &Arc<Self>,
         payload: TaskPayload,
         origin: TaskOrigin,
-        slot: tokio::sync::OwnedSemaphorePermit,
+        place: OwnedSemaphorePermit,
     ) -> PollOutcome {
         if let Err(refused) = payload.check(self.config.node_id, self.clock.now()) {
             let error = chain(&refused);
@@ -174,7 +175,7 @@ impl Agent {
         match plan(attempt, payload.task.is_idempotent(), record.as_ref(), in_flight) {
             TaskPlan::Execute => match self.journal.append(JournalEntry::Accepted { payload: payload.clone() }).await {
                 Ok(()) => {
-                    self.spawn_execution(payload, origin, Some(slot));
+                    self.spawn_execution(payload, origin, Some(place));
                     PollOutcome::Task
                 }
                 Err(error) => self.fail_on_journal(error),

@@ -8,10 +8,12 @@ use tracing::{info, warn};
 use wire::enroll::{NonceAnswer, RenewRequest};
 
 use super::enroll::{Applicant, EnrollmentMethod};
-use super::{Agent, BACKOFF_BASE, Fatal, report_failure};
+use super::{Agent, BACKOFF_BASE, Fatal, UnstoredFile, report_failure};
+use crate::atomic_file::FileError;
+use crate::chain;
 use crate::config::AgentConfig;
 use crate::full_jitter::Backoff;
-use crate::identity::AgentIdentity;
+use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::server_clock::ServerClock;
 
@@ -32,12 +34,27 @@ const RECHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Why there is no new certificate yet.
 enum RenewalError {
     Call(NodeApiError),
+    /// The disk does not take the key or the certificate; the one in use is valid meanwhile.
+    Storage(FileError),
     Fatal(Fatal),
 }
 
 impl From<Fatal> for RenewalError {
     fn from(fatal: Fatal) -> Self {
         Self::Fatal(fatal)
+    }
+}
+
+impl From<IdentityError> for RenewalError {
+    fn from(error: IdentityError) -> Self {
+        match error {
+            IdentityError::Store(error) => Self::Storage(error),
+            IdentityError::Unreadable { .. }
+            | IdentityError::KeyMismatch { .. }
+            | IdentityError::ForeignCertificate { .. }
+            | IdentityError::Key(_)
+            | IdentityError::Verifiers(_) => Self::Fatal(error.into()),
+        }
     }
 }
 
@@ -95,6 +112,18 @@ impl Agent {
                         return false;
                     }
                 }
+                Err(RenewalError::Storage(error)) => {
+                    let error = chain(&error);
+                    if self.unstored.is_to_be_logged(UnstoredFile::Certificate, &error) {
+                        warn!(
+                            error_code = "node_storage",
+                            error, "the next certificate cannot be stored; trying again"
+                        );
+                    }
+                    if !self.pause(backoff.next(rand::random(), None)).await {
+                        return false;
+                    }
+                }
                 Err(RenewalError::Fatal(fatal)) => {
                     self.fail(fatal);
                     return false;
@@ -104,13 +133,25 @@ impl Agent {
     }
 
     async fn request_renewal(&self, api: &NodeApiClient) -> Result<AgentIdentity, RenewalError> {
-        let pending = self.identities.pending_renewal().map_err(Fatal::from)?;
+        let pending = self.with_stored_identity(|identities| identities.pending_renewal()).await?;
         let request = RenewRequest { csr_pem: pending.csr_pem.clone() };
-        let answer = api.renew(&request).await.map_err(RenewalError::Call)?;
-        let identity = self.identities.commit(&pending, &answer, self.clock.now()).map_err(Fatal::from)?;
+        let mut answer = api.renew(&request).await.map_err(RenewalError::Call)?;
+        let (sets, now) = (std::mem::take(&mut answer.verifier_sets), self.clock.now());
+        let identity = self.with_stored_identity(move |identities| identities.commit(&pending, &answer, now)).await?;
+        self.unstored.retain(|file| *file != UnstoredFile::Certificate);
         self.replace_identity(identity.clone()).map_err(Fatal::from)?;
-        self.follow_verifiers(&answer.verifier_sets);
+        self.follow_verifiers(sets).await;
         Ok(identity)
+    }
+
+    /// In a thread of its own: the disk may not answer.
+    async fn with_stored_identity<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&IdentityStore) -> Result<T, IdentityError> + Send + 'static,
+    ) -> Result<T, RenewalError> {
+        let identities = self.identities.clone();
+        let worked = tokio::task::spawn_blocking(move || work(&identities)).await;
+        Ok(worked.map_err(|error| Fatal::Runtime(std::io::Error::other(error)))??)
     }
 
     /// Checks the certificate's expiry before it is presented, and recovers an identity that has expired by the control plane's time. Returns
@@ -214,7 +255,7 @@ impl Agent {
         };
         let issued = applicant.apply(EnrollmentMethod::Recover).await?;
         self.replace_identity(issued.identity)?;
-        self.follow_verifiers(&issued.verifier_sets);
+        self.follow_verifiers(issued.verifier_sets).await;
         Ok(())
     }
 }

@@ -20,7 +20,7 @@ pub const ACCOUNT_RECORDS: &str = "accounts.json";
 pub const UID_CLAIMS: &str = "/var/lib/gpuaas-uids.json";
 
 /// The records that outlive a restart: which uids were given, and to which allocation.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct AccountRecords {
     /// The highest uid that was ever given on this node.
     pub last_uid: Option<u32>,

@@ -145,6 +145,9 @@ pub struct Accounts {
     uids: RangeInclusive<u32>,
     records_path: PathBuf,
     records: Mutex<AccountRecords>,
+    /// Held while they are changed and stored, and locked before `records`: neither a disk that does not answer nor another agent keeps a
+    /// tenant's end from reading them.
+    storing: Mutex<()>,
     /// Whether the file lacks what the records have.
     is_unstored: AtomicBool,
     machine: SharedState,
@@ -166,8 +169,8 @@ impl Accounts {
         };
         // Created at the start, so that its creation is not a change that a tenant causes.
         drop(machine.lock()?);
-        let (records, is_unstored) = (Mutex::new(records), AtomicBool::new(false));
-        Ok(Self { uids, records_path, records, is_unstored, machine })
+        let (records, storing, is_unstored) = (Mutex::new(records), Mutex::default(), AtomicBool::new(false));
+        Ok(Self { uids, records_path, records, storing, is_unstored, machine })
     }
 
     fn lock(&self) -> MutexGuard<'_, AccountRecords> {
@@ -191,13 +194,14 @@ impl Accounts {
     /// # Errors
     /// `node_storage`.
     pub fn note_written(&self, allocation_id: Uuid, note: impl FnOnce(&mut WrittenFiles)) -> Result<(), TaskFailure> {
-        let mut records = self.lock();
-        let before = records.written.get(&allocation_id).cloned();
-        note(records.written.entry(allocation_id).or_default());
-        if before.as_ref() != records.written.get(&allocation_id) {
-            self.write(&records)?;
-        }
-        Ok(())
+        let storing = self.storing();
+        let has_changed = {
+            let mut records = self.lock();
+            let before = records.written.get(&allocation_id).cloned();
+            note(records.written.entry(allocation_id).or_default());
+            before.as_ref() != records.written.get(&allocation_id)
+        };
+        if has_changed { self.store(&storing) } else { Ok(()) }
     }
 
     /// The number of uids that can still be given.
@@ -292,11 +296,13 @@ impl Accounts {
     /// Forgets the allocation of the account. Its uid is never given again. Where the disk is full, the record is removed later, by
     /// [`Self::store_pending`], or at the next start by [`Self::forget_released`].
     pub fn forget(&self, allocation_id: Uuid) {
-        let mut records = self.lock();
-        let was_written = records.written.remove(&allocation_id).is_some();
-        if (records.accounts.remove(&allocation_id).is_some() || was_written)
-            && let Err(failure) = self.write(&records)
-        {
+        let storing = self.storing();
+        let was_known = {
+            let mut records = self.lock();
+            let was_written = records.written.remove(&allocation_id).is_some();
+            records.accounts.remove(&allocation_id).is_some() || was_written
+        };
+        if was_known && let Err(failure) = self.store(&storing) {
             warn!(
                 error_code = failure.code,
                 error = failure.message,
@@ -318,22 +324,23 @@ impl Accounts {
 
     /// Stores the records that the disk did not take.
     pub fn store_pending(&self) {
-        let records = self.lock();
-        if self.is_unstored.load(Ordering::Relaxed) && self.write(&records).is_ok() {
+        let storing = self.storing();
+        if self.is_unstored.load(Ordering::Relaxed) && self.store(&storing).is_ok() {
             info!("the records of accounts are stored again");
         }
     }
 
     /// Stored before the account is created: a crash in between wastes a uid and gives none twice.
     fn assign(&self, allocation_id: Uuid, name: &str) -> Result<TenantAccount, TaskFailure> {
-        let mut records = self.lock();
-        if let Some(account) = records.accounts.get(&allocation_id) {
-            return Ok(account.clone());
+        if let Some(account) = self.of(allocation_id) {
+            return Ok(account);
         }
         let _alone = self.machine.lock()?;
+        let storing = self.storing();
         let (taken, mut claims) = (ids_in_use()?, self.machine.claims()?);
         let is_free = |uid: &u32| !taken.contains(uid) && !claims.has_another(&self.records_path, *uid);
-        let first = records.last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1)).max(*self.uids.start());
+        let first =
+            self.lock().last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1)).max(*self.uids.start());
         let uid = (first..=*self.uids.end()).find(is_free).ok_or_else(|| {
             let message = format!(
                 "every uid of {}..={} was given once; widen SVC_NODE_AGENT_UIDS, a uid is never used twice",
@@ -345,15 +352,26 @@ impl Accounts {
         claims.claim(&self.records_path, uid);
         self.machine.write(&claims)?;
         let account = TenantAccount { name: name.to_owned(), uid };
-        records.last_uid = Some(uid);
-        records.accounts.insert(allocation_id, account.clone());
-        self.write(&records)?;
-        Ok(account)
+        {
+            let mut records = self.lock();
+            records.last_uid = Some(uid);
+            records.accounts.insert(allocation_id, account.clone());
+        }
+        let stored = self.store(&storing);
+        if stored.is_err() {
+            self.lock().accounts.remove(&allocation_id);
+        }
+        stored.map(|()| account)
     }
 
-    fn write(&self, records: &AccountRecords) -> Result<(), TaskFailure> {
+    fn storing(&self) -> MutexGuard<'_, ()> {
+        self.storing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn store(&self, _alone: &MutexGuard<'_, ()>) -> Result<(), TaskFailure> {
+        let records = self.lock().clone();
         let text =
-            serde_json::to_vec_pretty(records).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
+            serde_json::to_vec_pretty(&records).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
         let written = atomic_file::write_atomically(&self.records_path, &text, atomic_file::PRIVATE);
         self.is_unstored.store(written.is_err(), Ordering::Relaxed);
         Ok(written?)
@@ -584,6 +602,41 @@ mod tests {
         let waiting = std::thread::spawn(move || machine.lock());
         drop(held);
         assert!(waiting.join().unwrap().is_ok());
+    }
+
+    #[test]
+    fn account_is_read_while_another_agent_keeps_the_machines_accounts_locked() {
+        let folder = tempfile::tempdir().unwrap();
+        let accounts = std::sync::Arc::new(open(folder.path(), 70_000..=70_002).unwrap());
+        let (present, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        accounts.assign(present, "one").unwrap();
+        let held = shared_state(folder.path()).lock().unwrap();
+        let waiting = {
+            let accounts = std::sync::Arc::clone(&accounts);
+            std::thread::spawn(move || accounts.assign(next, "two"))
+        };
+        // It waits by now, or it does a moment later.
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(accounts.of(present).is_some());
+        accounts.forget(present);
+        assert!(!waiting.is_finished(), "the other agent has it");
+        drop(held);
+        assert_eq!(waiting.join().unwrap().unwrap().uid, 70_001);
+    }
+
+    #[test]
+    fn uid_whose_account_was_not_stored_is_given_to_no_tenant() {
+        let folder = tempfile::tempdir().unwrap();
+        let accounts = open(folder.path(), 70_000..=70_002).unwrap();
+        let in_the_way = folder.path().join(".accounts.json.new");
+        fs::create_dir(&in_the_way).unwrap();
+        let id = Uuid::from_u128(1);
+        for _ in 0..2 {
+            assert_eq!(accounts.assign(id, "one").unwrap_err().code, "node_storage");
+            assert_eq!(accounts.of(id), None);
+        }
+        fs::remove_dir(&in_the_way).unwrap();
+        assert_eq!(accounts.assign(id, "one").unwrap().uid, 70_002, "the others may have been claimed");
     }
 
     #[test]

@@ -4,13 +4,13 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use super::{
-    JournalEntry, JournalError, Phase, Records, ReportOutcome, TaskRecord, Written, apply, completeness_mark, forget,
-    lock,
-};
+use tokio::sync::oneshot;
+
+use super::{JournalEntry, JournalError, Phase, Records, ReportOutcome, TaskRecord, apply, forget, lock};
 use crate::atomic_file::{self, FileError};
 use crate::server_clock::ServerClock;
 
@@ -20,6 +20,36 @@ pub(super) const SLACK_LINES: usize = 4096;
 const BATCH: usize = 256;
 /// How often a file that could not be written is tried again.
 const REWRITE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// A line that is to be written.
+#[derive(Debug)]
+pub(super) struct PendingEntry {
+    line: JournalEntry,
+    written: oneshot::Sender<Result<(), JournalError>>,
+    /// Its caller has not waited for the disk: it counts in memory, or not at all. Changed by who has the records.
+    pub(super) is_over: Arc<AtomicBool>,
+}
+
+impl PendingEntry {
+    pub(super) fn new(line: JournalEntry, written: oneshot::Sender<Result<(), JournalError>>) -> Self {
+        Self { line, written, is_over: Arc::default() }
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+}
+
+/// Notes why the file lacks what counts in memory, which is logged once.
+pub(super) fn note_unwritten(unwritten: &Mutex<Option<String>>, why: String) {
+    if lock(unwritten).replace(why.clone()).is_none() {
+        tracing::warn!(
+            error_code = "node_storage",
+            error = why,
+            "the journal cannot be written; tenants are released all the same, and no other task begins until it can be"
+        );
+    }
+}
 
 /// The thread that writes the file.
 pub(super) struct JournalWriter {
@@ -44,22 +74,26 @@ impl JournalWriter {
         writer
     }
 
-    pub(super) fn write_until_closed(mut self, lines: &mpsc::Receiver<(JournalEntry, Written)>) {
+    pub(super) fn write_until_closed(mut self, lines: &mpsc::Receiver<PendingEntry>) {
         while let Some(first) = self.next(lines) {
             let mut batch = vec![first];
             batch.extend(lines.try_iter().take(BATCH - 1));
             let wrote = self.append(&batch);
             let mut records = lock(&self.records);
-            for (line, written) in batch {
+            for entry in batch.into_iter().filter(|entry| !entry.is_over()) {
                 let taken = match &wrote {
-                    Err(error) if !line.may_wait(&records) => Err(JournalError::Write(Arc::clone(error))),
+                    Err(error) if !entry.line.may_wait(&records) => Err(JournalError::Write(Arc::clone(error))),
                     Ok(()) | Err(_) => {
-                        apply(&mut records, line);
+                        apply(&mut records, entry.line);
                         Ok(())
                     }
                 };
                 // The caller may have stopped waiting; the line counts all the same.
-                let _ = written.send(taken);
+                let _ = entry.written.send(taken);
+            }
+            // A caller that has just given up may have noted it.
+            if wrote.is_ok() {
+                self.note_written();
             }
             drop(records);
             self.compact_if_long();
@@ -70,7 +104,7 @@ impl JournalWriter {
     }
 
     /// The next line; `None` where there will be none. A file that could not be written is tried again meanwhile.
-    fn next(&mut self, lines: &mpsc::Receiver<(JournalEntry, Written)>) -> Option<(JournalEntry, Written)> {
+    fn next(&mut self, lines: &mpsc::Receiver<PendingEntry>) -> Option<PendingEntry> {
         while self.file.is_none() {
             match lines.recv_timeout(REWRITE_INTERVAL) {
                 Ok(line) => return Some(line),
@@ -81,12 +115,15 @@ impl JournalWriter {
         lines.recv().ok()
     }
 
-    fn append(&mut self, batch: &[(JournalEntry, Written)]) -> Result<(), Arc<io::Error>> {
-        if self.file.is_none() {
+    fn append(&mut self, batch: &[PendingEntry]) -> Result<(), Arc<io::Error>> {
+        let lines: Vec<&JournalEntry> =
+            batch.iter().filter(|entry| !entry.is_over()).map(|entry| &entry.line).collect();
+        // What a caller has not waited for is in memory, with what came after it.
+        if self.file.is_none() || lines.len() < batch.len() {
             self.rewrite()?;
         }
         let Some(file) = &mut self.file else { return Ok(()) };
-        file.append(batch).map_err(|error| {
+        file.append(&lines).map_err(|error| {
             self.file = None;
             let error = FileError::at("write", &self.path)(error);
             self.note_unwritten(error)
@@ -95,50 +132,40 @@ impl JournalWriter {
 
     /// Writes all that counts.
     fn rewrite(&mut self) -> Result<(), Arc<io::Error>> {
+        self.file = None;
         // A disk that does not answer must not block those who ask for a record.
         let records = lock(&self.records).clone();
         match WriterFile::rewrite(&self.path, &records) {
             Ok(file) => {
                 self.file = Some(file);
-                self.mark_complete();
-                if lock(&self.unwritten).take().is_some() {
-                    tracing::info!("the journal has everything again");
-                }
+                self.note_written();
                 Ok(())
             }
             Err(error) => Err(self.note_unwritten(error)),
         }
     }
 
-    /// Without the mark, the next agent only goes on with less by itself.
-    fn mark_complete(&self) {
-        if let Err(error) = File::create(completeness_mark(&self.path)) {
-            tracing::warn!(error = crate::chain(&error), "the journal could not be marked as complete");
+    fn note_written(&self) {
+        if lock(&self.unwritten).take().is_some() {
+            tracing::info!("the journal has everything again");
         }
     }
 
     fn note_unwritten(&self, error: FileError) -> Arc<io::Error> {
-        // Before a caller goes on without its line.
-        if std::fs::remove_file(completeness_mark(&self.path)).is_ok() {
-            let _ = atomic_file::sync_folder(atomic_file::folder_of(&self.path));
-        }
-        let why = crate::chain(&error);
-        if lock(&self.unwritten).replace(why.clone()).is_none() {
-            tracing::warn!(
-                error_code = "node_storage",
-                error = why,
-                "the journal cannot be written; tenants are released all the same, and no other task begins until there is room"
-            );
-        }
+        note_unwritten(&self.unwritten, crate::chain(&error));
         Arc::new(io::Error::other(error))
     }
 
     fn compact_if_long(&mut self) {
-        let mut records = lock(&self.records);
-        if self.file.as_ref().is_none_or(|file| file.lines < records.len() * 3 + SLACK_LINES) {
-            return;
-        }
-        forget(&mut records, &self.clock);
+        let records = {
+            let mut records = lock(&self.records);
+            if self.file.as_ref().is_none_or(|file| file.lines < records.len() * 3 + SLACK_LINES) {
+                return;
+            }
+            forget(&mut records, &self.clock);
+            // As for a rewrite.
+            records.clone()
+        };
         match WriterFile::rewrite(&self.path, &records) {
             Ok(shorter) => self.file = Some(shorter),
             Err(error) => {
@@ -180,17 +207,17 @@ impl WriterFile {
         matches!((self.file.metadata(), std::fs::metadata(path)), (Ok(this), Ok(named)) if place(&this) == place(&named))
     }
 
-    fn append(&mut self, batch: &[(JournalEntry, Written)]) -> io::Result<()> {
+    fn append(&mut self, lines: &[&JournalEntry]) -> io::Result<()> {
         let mut bytes = Vec::new();
-        for (line, _) in batch {
+        for line in lines {
             encode(line, &mut bytes)?;
         }
-        let durable = batch.iter().any(|(line, _)| line.needs_sync());
+        let durable = lines.iter().any(|line| line.needs_sync());
         let wrote = self.file.write_all(&bytes).and_then(|()| if durable { self.file.sync_data() } else { Ok(()) });
         match wrote {
             Ok(()) => {
                 self.length += bytes.len() as u64;
-                self.lines += batch.len();
+                self.lines += lines.len();
                 Ok(())
             }
             Err(error) => {
