@@ -31,6 +31,7 @@ use crate::executor::Executor;
 use crate::full_jitter::Backoff;
 use crate::gpu_reset::GpuResetter;
 use crate::gpus::Gpus;
+use crate::health::finding_log;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::integrity::IntegrityMonitor;
 use crate::inventory::{self, InventoryReadings};
@@ -185,7 +186,7 @@ impl Fatal {
 /// [`Fatal`], when it cannot continue.
 pub async fn run(config: AgentConfig, manager: Arc<ServiceManager>, stop: CancellationToken) -> Result<(), Fatal> {
     open_state_dir(&config.state_dir)?;
-    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref(), config.gpu_deadline));
+    let gpus = gpus(&config);
     match gpus.as_ref() {
         Gpus::Nvml(_) => info!("GPUs are read through NVML"),
         Gpus::Simulated(gpus) => warn!(gpus = gpus.len(), "GPUs are simulated: this node computes nothing"),
@@ -209,6 +210,16 @@ fn open_state_dir(state_dir: &Path) -> Result<(), Fatal> {
     }
 }
 
+/// A machine whose GPUs an agent has read before has them, also while the driver's library is not installed: its packages may be in an upgrade,
+/// beside programs of tenants that run on.
+fn gpus(config: &AgentConfig) -> Arc<Gpus> {
+    let detected = Gpus::detect(config.node_id, config.simulated_gpus.as_ref(), config.gpu_deadline);
+    Arc::new(match detected {
+        Gpus::Absent { .. } if finding_log::has_read_gpus(&config.state_dir) => Gpus::of_driver(config.gpu_deadline),
+        detected @ (Gpus::Nvml(_) | Gpus::Simulated(_) | Gpus::Absent { .. }) => detected,
+    })
+}
+
 fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>, Fatal> {
     Ok(match &config.system {
         Some(settings) => {
@@ -225,7 +236,7 @@ fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>,
 pub fn clean_up(config: &AgentConfig) -> Result<(), Fatal> {
     atomic_file::private_folder(&config.state_dir)?;
     let _only_one = lock_state_dir(config)?;
-    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref(), config.gpu_deadline));
+    let gpus = gpus(config);
     let executor = executor(config, &gpus)?;
     ssh::end_leftover_listener(&config.state_dir);
     let mut left = 0;

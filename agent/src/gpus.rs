@@ -78,6 +78,12 @@ impl Gpus {
         }
     }
 
+    /// Those of NVIDIA's driver, whether it answers or not.
+    #[must_use]
+    pub fn of_driver(deadline: Duration) -> Self {
+        Self::Nvml(Box::new(GpuProbe::of_this_program(deadline)))
+    }
+
     /// The source of the list.
     #[must_use]
     pub fn source(&self) -> GpuSource {

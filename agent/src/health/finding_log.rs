@@ -138,8 +138,18 @@ impl State {
 /// The GPUs that the machine is known to have, as the log of this state folder has stored them. None where it cannot be read.
 #[must_use]
 pub fn stored_gpus(state_dir: &Path) -> Vec<GpuInfo> {
+    stored(state_dir).gpus
+}
+
+/// Whether the driver has reported GPUs of this machine to an agent with this state folder. Simulated ones have no PCI address.
+#[must_use]
+pub fn has_read_gpus(state_dir: &Path) -> bool {
+    !stored(state_dir).addresses.is_empty()
+}
+
+fn stored(state_dir: &Path) -> State {
     let text = atomic_file::read_if_there(&state_dir.join(FILE)).unwrap_or_default().unwrap_or_default();
-    serde_json::from_str::<State>(&text).unwrap_or_default().gpus
+    serde_json::from_str(&text).unwrap_or_default()
 }
 
 impl FindingLog {
@@ -148,9 +158,7 @@ impl FindingLog {
     /// does not come back with the boot is missing.
     #[must_use]
     pub fn open(state_dir: &Path, boot_id: Uuid) -> Self {
-        let path = state_dir.join(FILE);
-        let text = atomic_file::read_if_there(&path).unwrap_or_default().unwrap_or_default();
-        let stored: State = serde_json::from_str(&text).unwrap_or_default();
+        let (path, stored) = (state_dir.join(FILE), stored(state_dir));
         let state = if stored.boot_id == boot_id {
             stored.clone()
         } else {
