@@ -4,6 +4,7 @@
 //! process does (`gpuaas-agent --gpu-probe`), one request at a time, each a line of JSON on a socket. A child that does not answer in time
 //! is killed; one that cannot be killed is abandoned, and no other is started before it has ended.
 
+use std::collections::BTreeSet;
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -162,6 +163,8 @@ pub struct GpuCondition {
     pub slowdown_reasons: Option<u64>,
     /// NVLinks that are active.
     pub nvlinks_active: Option<Vec<u32>>,
+    /// NVLinks of which the driver does not say whether they are.
+    pub nvlinks_unread: Vec<u32>,
     pub fabric: Option<GpuFabric>,
     /// Lanes of its PCIe link, and how many it could have here.
     pub pcie_width: Option<(u32, u32)>,
@@ -173,6 +176,21 @@ pub struct GpuCondition {
     pub compute_mode: Option<u32>,
     /// What the driver answered with an error where it owes a value: its name, its memory.
     pub unreported: Vec<String>,
+    /// The probes whose values the driver answered with another error than that the GPU does not have them: nothing is known of their findings.
+    pub unread: BTreeSet<String>,
+}
+
+/// The probes of a GPU that read single values of the driver.
+pub mod probe {
+    pub const ECC: &str = "ecc";
+    pub const GPU_MODE: &str = "gpu_mode";
+    pub const ROW_REMAP: &str = "row_remap";
+    pub const RECOVERY_ACTION: &str = "recovery_action";
+    pub const SLOWDOWN: &str = "slowdown";
+    pub const PCIE: &str = "pcie";
+    pub const NVLINK: &str = "nvlink";
+    /// One GPU's part in the fabric.
+    pub const GPU_FABRIC: &str = "gpu_fabric";
 }
 
 /// A GPU's registration with an NVSwitch fabric.

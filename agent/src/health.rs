@@ -15,7 +15,7 @@ use wire::inventory::{GpuInfo, GpuSource};
 
 use crate::atomic_file;
 use crate::config::AgentConfig;
-use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault};
+use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault, SurveyedGpu, probe};
 use crate::gpus::Gpus;
 use crate::integrity::{self, IntegrityMonitor};
 use crate::server_clock::ServerClock;
@@ -128,9 +128,11 @@ impl HealthMonitor {
         if let Some(survey) = &survey {
             conditions.extend(self.note_survey(survey.as_ref(), now));
         }
-        // The addresses of GPUs are known from here on.
-        let reading = self.kernel_log.take();
-        self.note_kernel_log(reading, now);
+        // Before the driver has answered for the first time on this machine, no address says which GPU a line is about.
+        if survey.is_some() || !self.log.addresses().is_empty() {
+            let reading = self.kernel_log.take();
+            self.note_kernel_log(reading, now);
+        }
         let is_unchecked = matches!(watched, Some(None));
         let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
             (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
@@ -141,11 +143,14 @@ impl HealthMonitor {
                     || matches!(finding.probe.as_str(), "driver" | "gpu")
                     || is_of_fabric(finding)
             }
-            (Some(Ok(survey)), None) => is_of_fabric(finding) && survey.gpus.is_empty(),
+            (Some(Ok(survey)), None) => is_of_fabric(finding) && !has_read_fabric(survey),
             (Some(Err(_)), None) => is_of_fabric(finding) || finding.probe == "gpu",
             (Some(_), Some(_)) if finding.probe == "gpu" => false,
             (Some(Err(_)), Some(_)) => true,
-            (Some(Ok(survey)), Some(uuid)) => survey.gpus.iter().all(|gpu| gpu.info.uuid != *uuid),
+            (Some(Ok(survey)), Some(uuid)) => {
+                let gpu = survey.gpus.iter().find(|gpu| gpu.info.uuid == *uuid);
+                gpu.is_none_or(|gpu| gpu.condition.unread.contains(&finding.probe))
+            }
         };
         self.log.note_conditions(&conditions, is_unknown, now);
         self.log.store();
@@ -264,6 +269,12 @@ impl HealthMonitor {
 /// Whether the finding is about the fabric of all GPUs, which the driver alone knows.
 fn is_of_fabric(finding: &Finding) -> bool {
     finding.probe == fabric_conditions::FABRIC
+}
+
+/// Whether the driver has answered about the fabric of each GPU.
+fn has_read_fabric(survey: &GpuSurvey) -> bool {
+    let is_read = |gpu: &SurveyedGpu| !gpu.condition.unread.contains(probe::GPU_FABRIC);
+    !survey.gpus.is_empty() && survey.gpus.iter().all(is_read)
 }
 
 /// Whether tenants are isolated by the owners of NVIDIA's device files.

@@ -13,13 +13,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use ed25519_dalek::SigningKey;
 use fake_nvml::{FakeFabric, FakeFabricVersion, FakeMachine};
 use nix::sys::signal::Signal;
 use wire::heartbeat::{Alert, Classification, HealthLevel, Heartbeat};
 use wire::inventory::GpuSource;
 use wire::task::{Task, TaskStatus};
 
-use fake_control_plane::eventually;
+use fake_control_plane::{FakeControlPlane, eventually};
 use gpu_machine::{GpuMachine, name};
 use hanging_mount::OwnMounts;
 
@@ -150,6 +151,20 @@ async fn driver_that_hangs_from_the_start_delays_the_agent_for_a_moment() {
 }
 
 #[tokio::test]
+async fn fault_before_the_drivers_first_answer_is_of_its_gpu() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    node.log_xid(10, 1, 63);
+    // Longer than a heartbeat waits for it.
+    node.change(|machine| machine.late_ms = [("nvmlDeviceGetCount".to_owned(), 3000)].into());
+    let _agent = node.agent(&[]);
+    node.finds(&["xid/63 1"]).await;
+    let of_no_gpu = |heartbeat: &Heartbeat| {
+        heartbeat.findings.iter().flatten().any(|found| found.probe == "xid" && found.gpu_uuid.is_none())
+    };
+    assert!(!node.fake.calls().heartbeats.iter().any(of_no_gpu), "it would take the whole machine out of rent");
+}
+
+#[tokio::test]
 async fn driver_that_is_not_loaded_is_a_finding_until_it_is() {
     let mut node = GpuMachine::with_gpus(2).await;
     node.change(|machine| machine.not_loaded = true);
@@ -183,16 +198,37 @@ async fn conditions_of_the_driver_are_findings_of_their_gpu() {
         gpu.slowdown_reasons = Some(0x40);
         gpu.nvlinks = vec![true, false];
         gpu.pcie_width = Some((8, 16));
+        gpu.mig = Some((1, 1));
+        gpu.fabric.as_mut().unwrap().health_mask = 0x1a9;
     });
-    node.finds(&[
+    let wanted = [
         "ecc/uncorrectable 1",
+        "gpu_fabric/degraded_bandwidth 1",
+        "gpu_mode/mig 1",
         "nvlink/down 1",
         "pcie/width 1",
         "recovery_action/gpu_reset 1",
         "row_remap/pending 1",
         "slowdown/thermal 1",
-    ])
-    .await;
+    ];
+    node.finds(&wanted).await;
+    // What the driver does not say is no sign that it is over.
+    let calls = [
+        "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetGpuFabricInfoV",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetNvLinkState",
+        "nvmlDeviceGetCurrPcieLinkWidth",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ];
+    node.change(|machine| {
+        machine.gpus[1].errors = calls.iter().map(|call| ((*call).to_owned(), UNKNOWN)).collect();
+    });
+    for _ in 0..6 {
+        node.next_heartbeat().await;
+    }
+    node.finds(&wanted).await;
     // A GPU that does not have them, and a driver that does not know.
     node.change(|machine| {
         let gpu = &mut machine.gpus[1];
@@ -325,6 +361,24 @@ async fn library_of_the_same_version_that_is_installed_again_is_no_finding() {
     eventually(|| (!is_running(child)).then_some(())).await;
     node.change(|machine| machine.gpus[0].remap_pending = Some(true));
     node.finds(&["row_remap/pending 0"]).await;
+}
+
+#[tokio::test]
+async fn agent_that_starts_while_the_library_is_not_installed_keeps_the_gpus_and_credits_no_tenant() {
+    let node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&[]);
+    node.finds(&[]).await;
+    // The file of findings is written after the heartbeat that has them.
+    node.next_heartbeat().await;
+    agent.kill_9();
+    std::fs::remove_file(node.folder.path().join(fake_nvml::LIBRARY)).unwrap();
+    let _agent = node.agent(&[]);
+    node.finds(&["driver/not_callable"]).await;
+    let heartbeat = node.heartbeat().unwrap();
+    assert_eq!((heartbeat.inventory.gpus.len(), heartbeat.inventory.gpu_source), (2, GpuSource::Nvml));
+    expect_no_credit(&heartbeat);
+    fake_nvml::install(node.folder.path()).unwrap();
+    node.finds(&[]).await;
 }
 
 #[tokio::test]
@@ -503,6 +557,8 @@ async fn faults_of_the_fabric_are_read_from_drivers_of_each_age() {
 #[tokio::test]
 async fn xids_come_from_the_driver_where_the_kernel_log_cannot_be_read() {
     let mut node = GpuMachine::with_gpus(2).await;
+    // It has no events, and keeps no other GPU from them.
+    node.change(|machine| machine.gpus[0].errors = [("nvmlDeviceRegisterEvents".to_owned(), UNKNOWN)].into());
     let agent = node.agent(&["--kernel-log", "/nonexistent/kmsg"]);
     agent.wait_for_error_code("kernel_log").await;
     let sent = |node: &GpuMachine| node.fake.calls().heartbeats.len();
@@ -614,6 +670,10 @@ async fn state_folder_that_hangs_is_a_finding_and_neither_heartbeats_nor_a_stop_
     let found = node.finds(&["reading/state", "xid/79 1"]).await;
     let finding = found.iter().find(|finding| finding.probe == "reading").unwrap();
     assert!(finding.detail.ends_with("/state"), "{}", finding.detail);
+    let second = SigningKey::from_bytes(&[2; 32]);
+    node.fake.behaviour().verifier_sets = vec![FakeControlPlane::rotation(1, &second, &node.fake.signer)];
+    eventually(|| node.heartbeat().filter(|it| it.verifier_set_version == 1)).await;
+    node.next_heartbeat().await;
     agent.signal(Signal::SIGTERM);
     assert!(agent.exit().await.code().is_some(), "it ends by itself");
     let started = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"))

@@ -29,7 +29,7 @@ use nvml_wrapper_sys::bindings::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCE
 use super::fabric::FabricFunctions;
 use super::pci_addresses::{DRIVER_GPUS, Unreadable, described};
 use super::topology::{LinkedGpu, PCI_DEVICES, numa_node, nvlink_domains, remotes};
-use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, ProcessFault, Request, SurveyedGpu, cuda};
+use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, ProcessFault, Request, SurveyedGpu, cuda, probe};
 
 /// With the number of its interface: the name without it belongs to development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -187,12 +187,24 @@ impl Session<'_> {
             self.events = register(self.nvml).ok();
         }
         let Some(events) = &self.events else { return counts };
+        let mut is_lost = false;
         for _ in 0..MAX_EVENTS {
-            let Ok(event) = events.wait(0) else { break };
+            let event = match events.wait(0) {
+                Ok(event) => event,
+                Err(NvmlError::Timeout) => break,
+                // A GPU of the set is lost, perhaps: the next survey registers the others.
+                Err(_) => {
+                    is_lost = true;
+                    break;
+                }
+            };
             let Ok(uuid) = event.device.uuid() else { continue };
             if event.event_type.contains(EventTypes::CRITICAL_XID_ERROR) {
                 *counts.entry(uuid).or_default().entry(number(event.event_data)).or_default() += 1;
             }
+        }
+        if is_lost {
+            self.events = None;
         }
         counts
     }
@@ -227,16 +239,24 @@ fn number(xid: Option<XidError>) -> u64 {
     }
 }
 
+/// For the events of each GPU that takes it: one that does not keeps none from the others.
 fn register(nvml: &Nvml) -> Result<EventSet<'_>, NvmlError> {
-    let mut set = nvml.create_event_set()?;
-    for index in 0..nvml.device_count()?.min(MAX_GPUS) {
-        let Ok(device) = nvml.device_by_index(index) else { continue };
-        // The library's wrapper drops the whole set where one GPU does not have the event.
-        if device.supported_event_types().is_ok_and(|types| types.contains(EventTypes::CRITICAL_XID_ERROR)) {
-            set = device.register_events(EventTypes::CRITICAL_XID_ERROR, set).map_err(|error| error.error)?;
+    let mut refusing = BTreeSet::new();
+    'all: loop {
+        let mut set = nvml.create_event_set()?;
+        for index in (0..nvml.device_count()?.min(MAX_GPUS)).filter(|index| !refusing.contains(index)) {
+            let Ok(device) = nvml.device_by_index(index) else { continue };
+            if device.supported_event_types().is_ok_and(|types| types.contains(EventTypes::CRITICAL_XID_ERROR)) {
+                // The library's wrapper drops the whole set where one GPU refuses.
+                let Ok(registered) = device.register_events(EventTypes::CRITICAL_XID_ERROR, set) else {
+                    refusing.insert(index);
+                    continue 'all;
+                };
+                set = registered;
+            }
         }
+        return Ok(set);
     }
-    Ok(set)
 }
 
 /// True where the library that this process has loaded is not the installed one any more.
@@ -283,7 +303,11 @@ fn surveyed(
             nvlink_domain: None,
         },
     };
-    let condition = GpuCondition { fabric: fabric.read(device), unreported, ..condition(device) };
+    let mut condition = GpuCondition { unreported, ..condition(device) };
+    match fabric.read(device) {
+        Ok(fabric) => condition.fabric = fabric,
+        Err(_) => drop(condition.unread.insert(probe::GPU_FABRIC.to_owned())),
+    }
     Ok(SurveyedGpu { info, pci_address, load: Some(load), condition })
 }
 
@@ -307,34 +331,75 @@ fn owed<T>(what: &str, found: Result<T, NvmlError>, unreported: &mut Vec<String>
 
 /// All but the fabric, which the library's wrapper cannot read.
 fn condition(device: &Device<'_>) -> GpuCondition {
+    let mut unread = BTreeSet::new();
     let [pending, failed, action] = fields(
         device,
-        [NVML_FI_DEV_REMAPPED_PENDING, NVML_FI_DEV_REMAPPED_FAILURE, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION],
+        [
+            (NVML_FI_DEV_REMAPPED_PENDING, probe::ROW_REMAP),
+            (NVML_FI_DEV_REMAPPED_FAILURE, probe::ROW_REMAP),
+            (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, probe::RECOVERY_ACTION),
+        ],
+        &mut unread,
     );
-    let widths = device.current_pcie_link_width().ok().zip(device.max_pcie_link_width().ok());
+    let errors = device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
+    let ecc_uncorrectable = known(probe::ECC, errors, &mut unread);
+    let width = known(probe::PCIE, device.current_pcie_link_width(), &mut unread);
+    let widest = known(probe::PCIE, device.max_pcie_link_width(), &mut unread);
+    let reasons = known(probe::SLOWDOWN, device.current_throttle_reasons(), &mut unread);
+    let mig = known(probe::GPU_MODE, device.mig_mode(), &mut unread);
+    let (nvlinks_active, nvlinks_unread) = nvlinks(device);
+    if !nvlinks_unread.is_empty() {
+        unread.insert(probe::NVLINK.to_owned());
+    }
     GpuCondition {
-        ecc_uncorrectable: device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile).ok(),
+        ecc_uncorrectable,
         remap_pending: pending.map(|value| value != 0),
         remap_failed: failed.map(|value| value != 0),
         recovery_action: action.and_then(|value| u32::try_from(value).ok()),
-        slowdown_reasons: device.current_throttle_reasons().ok().map(|reasons| reasons.bits()),
-        nvlinks_active: active_nvlinks(device),
+        slowdown_reasons: reasons.map(|reasons| reasons.bits()),
+        nvlinks_active,
+        nvlinks_unread,
         fabric: None,
-        pcie_width: widths,
+        pcie_width: width.zip(widest),
         xids: Vec::new(),
-        mig: device.mig_mode().ok().map(|mode| (mode.current != 0, mode.pending != 0)),
-        compute_mode: compute_mode(device),
+        mig: mig.map(|mode| (mode.current != 0, mode.pending != 0)),
+        compute_mode: known(probe::GPU_MODE, compute_mode(device), &mut unread),
         unreported: Vec::new(),
+        unread,
     }
 }
 
+/// A value that a GPU may have; `None` where it does not, or where the driver does not say, which is noted for its probe.
+fn known<T>(probe: &str, found: Result<T, NvmlError>, unread: &mut BTreeSet<String>) -> Option<T> {
+    match found {
+        Ok(value) => Some(value),
+        Err(error) if is_absent(&error) => None,
+        Err(_) => {
+            unread.insert(probe.to_owned());
+            None
+        }
+    }
+}
+
+/// Whether the GPU, or this driver, does not have what was asked for.
+const fn is_absent(error: &NvmlError) -> bool {
+    matches!(
+        error,
+        NvmlError::NotSupported
+            | NvmlError::InvalidArg
+            | NvmlError::FunctionNotFound
+            | NvmlError::FailedToLoadSymbol(_)
+            | NvmlError::NotFound
+    )
+}
+
 /// Also a mode that the library's wrapper does not know.
-fn compute_mode(device: &Device<'_>) -> Option<u32> {
+fn compute_mode(device: &Device<'_>) -> Result<u32, NvmlError> {
     match device.compute_mode() {
-        Ok(mode) => Some(mode.as_c()),
+        Ok(mode) => Ok(mode.as_c()),
         // The wrapper has names for all errors below.
-        Err(NvmlError::UnexpectedVariant(mode)) if mode < NO_RESOURCES => Some(mode),
-        Err(_) => None,
+        Err(NvmlError::UnexpectedVariant(mode)) if mode < NO_RESOURCES => Ok(mode),
+        Err(error) => Err(error),
     }
 }
 
@@ -367,12 +432,24 @@ fn tested(device: &Device<'_>, uuid: &str, time: Duration, is_deep: bool) -> Gpu
     }
 }
 
-/// The values of these fields, each where the driver and the GPU have it.
-fn fields<const N: usize>(device: &Device<'_>, ids: [u32; N]) -> [Option<u64>; N] {
+/// The values of these fields, each where the driver and the GPU have it, with the probe that reads it.
+fn fields<const N: usize>(
+    device: &Device<'_>,
+    fields: [(u32, &str); N],
+    unread: &mut BTreeSet<String>,
+) -> [Option<u64>; N] {
     let mut values = [None; N];
-    let Ok(samples) = device.field_values_for(&ids.map(FieldId)) else { return values };
-    for (value, sample) in values.iter_mut().zip(samples) {
-        *value = sample.and_then(|sample| sample.value).ok().and_then(|sample| match sample {
+    let samples = match device.field_values_for(&fields.map(|(id, _)| FieldId(id))) {
+        Ok(samples) => samples,
+        Err(error) => {
+            if !is_absent(&error) {
+                unread.extend(fields.map(|(_, probe)| probe.to_owned()));
+            }
+            return values;
+        }
+    };
+    for ((value, (_, probe)), sample) in values.iter_mut().zip(fields).zip(samples) {
+        *value = known(probe, sample.and_then(|sample| sample.value), unread).and_then(|sample| match sample {
             SampleValue::U32(value) => Some(value.into()),
             SampleValue::U64(value) => Some(value),
             SampleValue::I64(value) => u64::try_from(value).ok(),
@@ -382,14 +459,16 @@ fn fields<const N: usize>(device: &Device<'_>, ids: [u32; N]) -> [Option<u64>; N
     values
 }
 
-/// The NVLinks that are up; `None` where the GPU has none.
-fn active_nvlinks(device: &Device<'_>) -> Option<Vec<u32>> {
-    let states: Vec<_> = (0..MAX_NVLINKS)
-        .map_while(|link| match device.link_wrapper_for(link).is_active() {
-            Ok(is_active) => Some((link, is_active)),
-            Err(_) => None,
-        })
-        .collect();
+/// The NVLinks that are up, where the GPU has any that can be read, and those of which the driver does not say it.
+fn nvlinks(device: &Device<'_>) -> (Option<Vec<u32>>, Vec<u32>) {
+    let (mut states, mut unread) = (Vec::new(), Vec::new());
+    for link in 0..MAX_NVLINKS {
+        match device.link_wrapper_for(link).is_active() {
+            Ok(is_active) => states.push((link, is_active)),
+            Err(error) if is_absent(&error) => {}
+            Err(_) => unread.push(link),
+        }
+    }
     let active = states.iter().filter(|(_, is_active)| *is_active).map(|(link, _)| *link).collect();
-    (!states.is_empty()).then_some(active)
+    ((!states.is_empty()).then_some(active), unread)
 }

@@ -9,7 +9,10 @@ use std::ffi::{CStr, c_char};
 use nvml_wrapper::Device;
 use nvml_wrapper_sys::bindings::{
     NVML_GPU_FABRIC_STATE_COMPLETED, NvmlLib, nvmlDevice_t, nvmlGpuFabricInfo_t, nvmlGpuFabricInfo_v2_t,
-    nvmlGpuFabricInfo_v3_t, nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t,
+    nvmlGpuFabricInfo_v3_t, nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH as VERSION_MISMATCH,
+    nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND as FUNCTION_NOT_FOUND,
+    nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT, nvmlReturn_enum_NVML_ERROR_NOT_FOUND as NOT_FOUND,
+    nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED, nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t,
 };
 
 use super::GpuFabric;
@@ -46,19 +49,26 @@ impl FabricFunctions {
         }
     }
 
-    /// What the driver reports of this GPU; `None` where it cannot.
-    pub(super) fn read(&self, device: &Device<'_>) -> Option<GpuFabric> {
+    /// What the driver reports of this GPU; `None` where the GPU has no fabric, or the driver does not know it.
+    ///
+    /// # Errors
+    /// Another code of the driver.
+    pub(super) fn read(&self, device: &Device<'_>) -> Result<Option<GpuFabric>, nvmlReturn_t> {
         // SAFETY: the handle is used while the device is borrowed.
         self.read_handle(unsafe { device.handle() })
     }
 
-    fn read_handle(&self, device: nvmlDevice_t) -> Option<GpuFabric> {
-        let latest = VERSIONS.into_iter().find_map(|version| self.read_version(version, device));
-        latest.or_else(|| self.read_first(device))
+    fn read_handle(&self, device: nvmlDevice_t) -> Result<Option<GpuFabric>, nvmlReturn_t> {
+        for version in VERSIONS {
+            if let Some(fabric) = self.read_version(version, device)? {
+                return Ok(Some(fabric));
+            }
+        }
+        self.read_first(device)
     }
 
-    fn read_version(&self, version: u32, device: nvmlDevice_t) -> Option<GpuFabric> {
-        let function = self.versioned?;
+    fn read_version(&self, version: u32, device: nvmlDevice_t) -> Result<Option<GpuFabric>, nvmlReturn_t> {
+        let Some(function) = self.versioned else { return Ok(None) };
         let mut info = nvmlGpuFabricInfo_v3_t {
             version,
             clusterUuid: [0; 16],
@@ -70,19 +80,21 @@ impl FabricFunctions {
         };
         // SAFETY: the function writes the structure of this version, for which there is room.
         let code = unsafe { function(device, &raw mut info) };
-        (code == SUCCESS).then(|| GpuFabric {
-            health_mask: info.healthMask,
-            health_summary: info.healthSummary.into(),
-            ..self.registration(info.state, info.status)
+        is_known(code).map(|is_known| {
+            is_known.then(|| GpuFabric {
+                health_mask: info.healthMask,
+                health_summary: info.healthSummary.into(),
+                ..self.registration(info.state, info.status)
+            })
         })
     }
 
-    fn read_first(&self, device: nvmlDevice_t) -> Option<GpuFabric> {
-        let function = self.first?;
+    fn read_first(&self, device: nvmlDevice_t) -> Result<Option<GpuFabric>, nvmlReturn_t> {
+        let Some(function) = self.first else { return Ok(None) };
         let mut info = nvmlGpuFabricInfo_t { clusterUuid: [0; 16], status: SUCCESS, cliqueId: 0, state: 0 };
         // SAFETY: the function writes this structure.
         let code = unsafe { function(device, &raw mut info) };
-        (code == SUCCESS).then(|| self.registration(info.state, info.status))
+        is_known(code).map(|is_known| is_known.then(|| self.registration(info.state, info.status)))
     }
 
     /// The status has a meaning in the state `COMPLETED` only.
@@ -110,13 +122,21 @@ impl FabricFunctions {
     }
 }
 
+/// Whether this answer has a value; false where the GPU or the driver does not have it.
+const fn is_known(code: nvmlReturn_t) -> Result<bool, nvmlReturn_t> {
+    match code {
+        SUCCESS => Ok(true),
+        NOT_SUPPORTED | INVALID_ARGUMENT | NOT_FOUND | FUNCTION_NOT_FOUND | VERSION_MISMATCH => Ok(false),
+        code => Err(code),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use nvml_wrapper_sys::bindings::{
         NVML_GPU_FABRIC_STATE_IN_PROGRESS as IN_PROGRESS,
-        nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH as VERSION_MISMATCH,
         nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES as INSUFFICIENT_RESOURCES,
-        nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED,
+        nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN,
     };
 
     use super::*;
@@ -185,7 +205,14 @@ mod tests {
         c"Insufficient Resources".as_ptr()
     }
 
-    fn read(versioned: Option<VersionedFunction>, first: Option<FirstFunction>) -> Option<GpuFabric> {
+    unsafe extern "C" fn failing(_: nvmlDevice_t, _: *mut nvmlGpuFabricInfo_v3_t) -> nvmlReturn_t {
+        UNKNOWN
+    }
+
+    fn read(
+        versioned: Option<VersionedFunction>,
+        first: Option<FirstFunction>,
+    ) -> Result<Option<GpuFabric>, nvmlReturn_t> {
         let functions = FabricFunctions { versioned, first, error_text: Some(text), _library: None };
         functions.read_handle(std::ptr::null_mut())
     }
@@ -195,18 +222,19 @@ mod tests {
         let completed = NVML_GPU_FABRIC_STATE_COMPLETED;
         let failed = Some("Insufficient Resources (23)".to_owned());
         let third = GpuFabric { state: completed, error: failed, health_mask: 0x2aa, health_summary: 1 };
-        assert_eq!(read(Some(latest), Some(first)), Some(third));
+        assert_eq!(read(Some(latest), Some(first)), Ok(Some(third)));
         let second = GpuFabric { state: completed, error: None, health_mask: 0x2aa, health_summary: 0 };
-        assert_eq!(read(Some(earlier), Some(first)), Some(second));
+        assert_eq!(read(Some(earlier), Some(first)), Ok(Some(second)));
         // The status says nothing before the registration is completed.
         let oldest = GpuFabric { state: IN_PROGRESS, error: None, health_mask: 0, health_summary: 0 };
-        assert_eq!(read(None, Some(first)), Some(oldest));
+        assert_eq!(read(None, Some(first)), Ok(Some(oldest)));
     }
 
     #[test]
     fn driver_without_the_functions_and_gpu_without_a_fabric_say_nothing() {
-        assert_eq!(read(None, None), None);
-        assert_eq!(read(Some(refusing), Some(first_refusing)), None);
+        assert_eq!(read(None, None), Ok(None));
+        assert_eq!(read(Some(refusing), Some(first_refusing)), Ok(None));
+        assert_eq!(read(Some(failing), Some(first)), Err(UNKNOWN), "which is no absence");
         assert_eq!(FabricFunctions::default().text_of(INSUFFICIENT_RESOURCES), "error 23");
     }
 }

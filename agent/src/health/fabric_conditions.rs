@@ -6,12 +6,11 @@ use std::collections::BTreeSet;
 use nvml_wrapper_sys::bindings as nvml;
 
 use super::finding_log::{Condition, FindingLog};
+use crate::gpu_probe::probe::GPU_FABRIC;
 use crate::gpu_probe::{GpuFabric, GpuSurvey};
 
 /// The probe of the fabric of all GPUs.
 pub const FABRIC: &str = "fabric";
-/// The probe of one GPU's part in it.
-const GPU_FABRIC: &str = "gpu_fabric";
 
 /// The service that sets the fabric up, for operators.
 const MANAGER: &str = "nvidia-fabricmanager";

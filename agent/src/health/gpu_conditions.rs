@@ -7,7 +7,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlComputeMode_enum_NVML_COMPUTEMODE_PROHIBITED as PROHIBITED,
 };
 
-use crate::gpu_probe::{GpuSurvey, SurveyedGpu};
+use crate::gpu_probe::{GpuSurvey, SurveyedGpu, probe};
 
 use super::fabric_conditions;
 use super::finding_log::{Condition, FindingLog};
@@ -24,38 +24,43 @@ pub fn observed(survey: &GpuSurvey, log: &mut FindingLog) -> Vec<Condition> {
         let (uuid, condition) = (gpu.info.uuid.as_str(), &gpu.condition);
         let mut add = |probe, code: &str, detail: String| found.push(Condition::of_gpu(uuid, probe, code, detail));
         if let Some(errors) = condition.ecc_uncorrectable.filter(|errors| *errors > 0) {
-            add("ecc", "uncorrectable", format!("{errors} uncorrectable memory errors since the driver was loaded"));
+            add(
+                probe::ECC,
+                "uncorrectable",
+                format!("{errors} uncorrectable memory errors since the driver was loaded"),
+            );
         }
         if !condition.unreported.is_empty() {
             add("gpu", "incomplete", format!("the driver does not report {}", condition.unreported.join("; ")));
         }
         for GpuMode { code, detail } in modes(gpu) {
-            add("gpu_mode", &code, detail);
+            add(probe::GPU_MODE, &code, detail);
         }
         if condition.remap_pending == Some(true) {
-            add("row_remap", "pending", "memory rows are remapped at the next reset".to_owned());
+            add(probe::ROW_REMAP, "pending", "memory rows are remapped at the next reset".to_owned());
         }
         if condition.remap_failed == Some(true) {
-            add("row_remap", "failed", "memory rows could not be remapped".to_owned());
+            add(probe::ROW_REMAP, "failed", "memory rows could not be remapped".to_owned());
         }
         if let Some(action) = condition.recovery_action.filter(|action| *action > 0) {
-            add("recovery_action", &recovery_action(action), format!("the driver asks for action {action}"));
+            add(probe::RECOVERY_ACTION, &recovery_action(action), format!("the driver asks for action {action}"));
         }
         let reasons = condition.slowdown_reasons.unwrap_or(0);
         if reasons & THERMAL != 0 {
-            add("slowdown", "thermal", format!("the clocks are lowered by heat (reasons {reasons:#x})"));
+            add(probe::SLOWDOWN, "thermal", format!("the clocks are lowered by heat (reasons {reasons:#x})"));
         }
         if reasons & POWER_BRAKE != 0 {
-            add("slowdown", "power", format!("the clocks are lowered by the power brake (reasons {reasons:#x})"));
+            add(probe::SLOWDOWN, "power", format!("the clocks are lowered by the power brake (reasons {reasons:#x})"));
         }
         if let Some((width, most)) = condition.pcie_width.filter(|(width, most)| width < most) {
-            add("pcie", "width", format!("{width} of {most} lanes"));
+            add(probe::PCIE, "width", format!("{width} of {most} lanes"));
         }
         if let Some(active) = &condition.nvlinks_active {
-            let down = log.nvlinks_down(uuid, active);
+            let mut down = log.nvlinks_down(uuid, active);
+            down.retain(|link| !condition.nvlinks_unread.contains(link));
             if !down.is_empty() {
                 let links = down.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-                add("nvlink", "down", format!("links that were active in this boot: {links}"));
+                add(probe::NVLINK, "down", format!("links that were active in this boot: {links}"));
             }
         }
     }
@@ -119,6 +124,8 @@ fn recovery_action(action: u32) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use uuid::Uuid;
     use wire::inventory::{GpuInfo, GpuTopology};
 
@@ -154,14 +161,26 @@ mod tests {
             // Idle, set by applications, and the software's power cap: every GPU under load.
             slowdown_reasons: Some(0x1 | 0x2 | 0x4),
             nvlinks_active: Some(vec![0, 1]),
+            nvlinks_unread: vec![2],
             fabric: Some(GpuFabric { state: 3, error: None, health_mask: 0x1aa, health_summary: 1 }),
             pcie_width: Some((16, 16)),
             xids: vec![],
             mig: Some((false, false)),
             compute_mode: Some(0),
             unreported: vec![],
+            unread: BTreeSet::from(["nvlink".to_owned()]),
         };
         assert_eq!(codes(good), Vec::<String>::new());
+    }
+
+    #[test]
+    fn nvlink_that_cannot_be_read_is_not_down_and_another_one_is() {
+        let links = |active: &[u32], unread: &[u32]| {
+            let (nvlinks_active, nvlinks_unread) = (Some(active.to_vec()), unread.to_vec());
+            codes(GpuCondition { nvlinks_active, nvlinks_unread, ..GpuCondition::default() })
+        };
+        assert_eq!(links(&[0], &[1]), Vec::<String>::new());
+        assert_eq!(links(&[], &[1]), ["nvlink/down"]);
     }
 
     #[test]
@@ -206,12 +225,14 @@ mod tests {
             recovery_action: Some(1),
             slowdown_reasons: Some(0x40 | 0x80),
             nvlinks_active: Some(vec![1]),
+            nvlinks_unread: vec![],
             fabric: Some(GpuFabric { state: 3, error: None, health_mask: 0x1a9, health_summary: 3 }),
             pcie_width: Some((8, 16)),
             xids: vec![],
             mig: Some((true, true)),
             compute_mode: Some(2),
             unreported: vec!["its name: an internal driver error occurred".into()],
+            unread: BTreeSet::new(),
         };
         assert_eq!(
             codes(bad),

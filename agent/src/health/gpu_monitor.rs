@@ -139,7 +139,7 @@ impl GpuMonitor {
             }
             self.had_is_of_earlier_boot = false;
             self.last.clone_from(&listed);
-            let health = missing(&self.had, &listed, &mut self.missing_since, now);
+            let health = self.missing(&listed, now);
             let lost = survey.map_or(0, |survey| survey.lost);
             return Presence { gpus: listed, conditions: missing_conditions(&health, lost), health };
         };
@@ -148,7 +148,7 @@ impl GpuMonitor {
         self.unreadable = Some(unreadable);
         let silent: Vec<_> =
             self.last.iter().filter(|gpu| listed.iter().all(|read| read.uuid != gpu.uuid)).cloned().collect();
-        let mut health = missing(&self.had, &self.last, &mut self.missing_since, now);
+        let mut health = self.missing(&self.last.clone(), now);
         let mut conditions = missing_conditions(&health, 0);
         match survey.err() {
             Some(error) => conditions.push(unreadable.condition_of_driver(error)),
@@ -161,6 +161,30 @@ impl GpuMonitor {
         self.last = listed.into_iter().chain(silent).collect();
         self.last.sort_by_key(|gpu| gpu.index);
         Presence { gpus: self.last.clone(), conditions, health }
+    }
+
+    /// The GPUs that are missing, since when each is missed, and where it was.
+    fn missing(&mut self, has: &[GpuInfo], now: DateTime<Utc>) -> HealthReport {
+        let missing = |gpu: &&GpuInfo| !has.iter().any(|other| other.uuid == gpu.uuid);
+        let Self { had, missing_since: since, addresses, .. } = self;
+        since.retain(|uuid, _| had.iter().filter(missing).any(|gpu| gpu.uuid == *uuid));
+        let message = |gpu: &GpuInfo| {
+            let place = addresses.get(&gpu.uuid).map(|address| format!(" at {address}")).unwrap_or_default();
+            format!("the driver no longer lists GPU {} ({}){place}", gpu.index, gpu.model)
+        };
+        let alerts: Vec<Alert> = had
+            .iter()
+            .filter(missing)
+            .map(|gpu| Alert {
+                probe_id: "gpu.missing".to_owned(),
+                target: gpu.uuid.clone(),
+                since: *since.entry(gpu.uuid.clone()).or_insert(now),
+                classifications: vec![Classification::PreventAllocation, Classification::BillingCredit],
+                message: message(gpu),
+                tenant_message: "A GPU of this node has failed.".to_owned(),
+            })
+            .collect();
+        HealthReport { status: if alerts.is_empty() { HealthLevel::Ok } else { HealthLevel::Critical }, alerts }
     }
 
     /// Each GPU that alone could not be read, with the driver's error of its address. One that was never read has no name: then its error is a
@@ -240,30 +264,6 @@ impl Unreadable {
     }
 }
 
-/// The GPUs that are missing. `since` remembers when each was first missed.
-fn missing(
-    had: &[GpuInfo],
-    has: &[GpuInfo],
-    since: &mut BTreeMap<String, DateTime<Utc>>,
-    now: DateTime<Utc>,
-) -> HealthReport {
-    let missing = |gpu: &&GpuInfo| !has.iter().any(|other| other.uuid == gpu.uuid);
-    since.retain(|uuid, _| had.iter().filter(missing).any(|gpu| gpu.uuid == *uuid));
-    let alerts: Vec<Alert> = had
-        .iter()
-        .filter(missing)
-        .map(|gpu| Alert {
-            probe_id: "gpu.missing".to_owned(),
-            target: gpu.uuid.clone(),
-            since: *since.entry(gpu.uuid.clone()).or_insert(now),
-            classifications: vec![Classification::PreventAllocation, Classification::BillingCredit],
-            message: format!("the driver no longer lists GPU {} ({})", gpu.index, gpu.model),
-            tenant_message: "A GPU of this node has failed.".to_owned(),
-        })
-        .collect();
-    HealthReport { status: if alerts.is_empty() { HealthLevel::Ok } else { HealthLevel::Critical }, alerts }
-}
-
 /// The missing GPUs as conditions. The driver does not name a GPU that is lost: where as many are lost as are missing, they are these.
 fn missing_conditions(health: &HealthReport, lost: u32) -> Vec<Condition> {
     let code = if usize::try_from(lost).is_ok_and(|lost| lost == health.alerts.len()) { "lost" } else { "missing" };
@@ -322,6 +322,16 @@ mod tests {
         assert_eq!((alert.target.as_str(), alert.since), ("GPU-1", start));
         assert_eq!(codes(&monitor.assess(Ok(&survey(&had)), start)), Vec::<String>::new());
         assert!(monitor.missing_since.is_empty());
+    }
+
+    #[test]
+    fn finding_of_a_vanished_gpu_names_the_address_that_it_had() {
+        let had = [gpu(0), gpu(1)];
+        let mut monitor = GpuMonitor::of(&had).at(BTreeMap::from([("GPU-1".to_owned(), "0000:3b:00".to_owned())]));
+        let found = monitor.assess(Ok(&GpuSurvey { lost: 1, ..survey(&had[..1]) }), Utc::now());
+        assert_eq!(codes(&found), ["gpu/lost GPU-1"]);
+        let detail = &found.conditions[0].detail;
+        assert!(detail.contains("GPU 1 ") && detail.ends_with("at 0000:3b:00"), "{detail}");
     }
 
     #[test]
