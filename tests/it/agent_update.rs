@@ -156,11 +156,17 @@ async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_
 
     // What succeeds waits no longer than it has to, and a busy machine may take longer than usual.
     cluster.set_policy("node.update_commit_seconds", PATIENT_COMMIT_SECONDS).await;
-    order(&cluster, &node, json!({ "digest": second, "reason": "a release" })).await;
+    let wave = json!({ "digest": second, "canary": 1, "max_unavailable": 1, "soak_seconds": 1, "reason": "a release" });
+    let rollout = cluster.at_replica(0, "admin").post("/api/v1/admin/rollouts", &wave).await.created();
     let updated = outcome(&container, &node, &second.to_string(), &mut terminal).await;
-    assert_eq!(updated["agent_update"]["state"], "succeeded", "{updated} {}", container.journal(AGENT));
+    let update = &updated["agent_update"];
+    assert_eq!(update["state"], "succeeded", "{updated} {}", container.journal(AGENT));
     assert_eq!(updated["agent"]["package_digest"], second.to_string());
     assert!(program_in_use(&container).contains(&second.name()));
+    let rollout = format!("/api/v1/admin/rollouts/{}", rollout["id"].as_str().unwrap());
+    assert!(rollout.ends_with(update["rollout_id"].as_str().unwrap()), "{updated}");
+    let is_completed = |it: &Value| it["state"] == "completed" && it["updated"] == 1;
+    cluster.at_replica(0, "admin").wait_until(&rollout, "the rollout is completed", is_completed).await;
 
     // An agent that is too old: the terminal goes on, and the previous version is back.
     cluster.set_policy("node.update_commit_seconds", bad_versions::COMMIT_SECONDS).await;
