@@ -370,3 +370,19 @@ fn page_of_task_types_is_what_the_source_declares() {
     }
     expect_page(TASK_TYPES_PAGE, &page);
 }
+
+/// Xids are many: the page says what each repair asks of an operator.
+#[test]
+fn each_finding_of_the_table_has_its_advice_on_an_operators_page() {
+    let pages =
+        ["troubleshooting.md", "integrity.md"].map(|page| read(&format!("deploy/docs/src/operator/{page}"))).concat();
+    let is_advised = |rule: &&domain::finding::FindingRule| {
+        let (probe, code) = (rule.probe, rule.code);
+        let is_with_others = pages.contains(&format!("`{probe}/")) && pages.contains(&format!("`{code}`"));
+        let is_named = pages.contains(&format!("`{probe}/{code}")) || pages.contains(&format!("`{probe}/…`"));
+        probe == "xid" || is_named || is_with_others
+    };
+    let missing: Vec<_> =
+        domain::finding::TABLE.iter().filter(|rule| !is_advised(rule)).map(|it| (it.probe, it.code)).collect();
+    assert!(missing.is_empty(), "no advice on {missing:?}");
+}
