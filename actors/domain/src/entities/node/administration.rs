@@ -54,8 +54,17 @@ impl Node {
     }
 
     pub(super) fn reactivate(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        if self.lifecycle.phase != Phase::Retired {
-            return Err(self.wrong_state(CommandName::Reactivate));
+        match self.lifecycle.phase {
+            Phase::Retired => {}
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Quarantined { .. }
+            | Phase::Removing { .. }
+            | Phase::Removed => return Err(self.wrong_state(CommandName::Reactivate)),
         }
         self.check_fit_for_tenants(ctx)?;
         if !self.identity.has_valid_certificate(ctx.now) {
@@ -131,8 +140,17 @@ impl Node {
         reason: &str,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        let Phase::Quarantined { was } = &self.lifecycle.phase else {
-            return Err(self.wrong_state(CommandName::ReleaseQuarantine));
+        let was = match &self.lifecycle.phase {
+            Phase::Quarantined { was } => was,
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => return Err(self.wrong_state(CommandName::ReleaseQuarantine)),
         };
         if !was.has_no_identity() {
             self.check_fit_for_tenants(ctx)?;
