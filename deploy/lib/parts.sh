@@ -22,20 +22,21 @@ run_part() {
     rm "$parts_folder/current"
 }
 
-# start_beside NAME COMMAND...: runs a command beside the parts that follow, which have precedence. `finish_beside NAME`, a part, waits for it.
+# start_beside NAME COMMAND...: runs a command beside the parts that follow. `finish_beside NAME`, a part, prints its output and waits for it.
 declare -A beside=()
 start_beside() {
-    in_background "$parts_folder/$1.log" nicely "${@:2}"
+    in_background "$parts_folder/$1.log" "${@:2}"
     beside[$1]=$job
 }
+# nicely COMMAND...: all that runs beside the command has precedence.
 nicely() {
     renice --priority 10 --pid "$BASHPID" >/dev/null
     "$@"
 }
 finish_beside() {
     local status=0
+    tail --lines=+1 --follow --sleep-interval=0.2 --pid="${beside[$1]}" "$parts_folder/$1.log"
     wait "${beside[$1]}" || status=$?
-    cat "$parts_folder/$1.log"
     return "$status"
 }
 

@@ -1,6 +1,8 @@
 import react from "@vitejs/plugin-react";
 import { defineConfig } from "vitest/config";
 
+const inDom = { environment: "jsdom", setupFiles: ["test/setup.ts"], environmentOptions: { jsdom: { url: "https://gpu.example/console/" } } };
+
 export default defineConfig({
   plugins: [react()],
   test: {
@@ -12,11 +14,10 @@ export default defineConfig({
     maxWorkers: 3,
     // As those of the Rust tests: a snapshot is reviewed, and written where it is asked for.
     update: process.env["INSTA_UPDATE"] === "always" ? "all" : "none",
+    // `deploy/test` runs the units, and with --all the others as well.
     projects: [
-      {
-        extends: true,
-        test: { name: "pages", include: ["test/*.test.{ts,tsx}"], environment: "jsdom", setupFiles: ["test/setup.ts"], environmentOptions: { jsdom: { url: "https://gpu.example/console/" } } },
-      },
+      { extends: true, test: { name: "units", include: ["test/*.test.ts"], ...inDom } },
+      { extends: true, test: { name: "pages", include: ["test/*.test.tsx"], ...inDom } },
       { extends: true, test: { name: "chromium", include: ["test/chromium/*.test.ts"], environment: "node" } },
     ],
   },

@@ -1,9 +1,10 @@
-//! The end of `deploy/test`: exit statuses, what failed, and the command that repeats it. The parts here are stand-ins; the functions are those of
-//! `deploy/lib/parts.sh` and `deploy/lib/test_report.py`.
+//! The end of `deploy/test`: exit statuses, what failed, and the command that repeats it; second tries; and what `--changed` chooses. The parts here
+//! are stand-ins; the functions are those of `deploy/lib`, and the settings those of `.config/nextest.toml`.
 
 use crate::external_tools::root;
+use std::io::Write as _;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 
 /// Two failed tests and one that passed at its second try, as cargo-nextest reports them.
@@ -28,6 +29,30 @@ no member after 60 s</flakyFailure>
 <testcase name="policy::key_is_set" time="0.4"/>
 </testsuite></testsuites>"#;
 
+/// Tests of real processes, of none, and of a module that is in neither set.
+const TESTS: &str = r#"
+fn fails_until(attempt: u32) {
+    let this: u32 = std::env::var("NEXTEST_ATTEMPT").unwrap().parse().unwrap();
+    assert!(this >= attempt, "attempt {this} fails");
+}
+mod first_rental {
+    #[test]
+    fn passes_at_the_first_try() { super::fails_until(1) }
+    #[test]
+    fn passes_at_the_second_try() { super::fails_until(2) }
+    #[test]
+    fn passes_at_the_fourth_try() { super::fails_until(4) }
+}
+mod tidy {
+    #[test]
+    fn without_processes_passes_at_the_second_try() { super::fails_until(2) }
+}
+mod new_module {
+    #[test]
+    fn is_in_no_set() { super::fails_until(9) }
+}
+"#;
+
 /// A run of the script in a checkout that has the real functions, and the report of tests.
 struct Run {
     checkout: TempDir,
@@ -38,7 +63,7 @@ impl Run {
         let checkout = tempfile::Builder::new().prefix("a checkout ").tempdir().unwrap();
         let folder = checkout.path().join("deploy/lib");
         std::fs::create_dir_all(&folder).unwrap();
-        for name in ["parts.sh", "test_report.py", "part_times.tsv"] {
+        for name in ["parts.sh", "toolchain.sh", "test_report.py", "part_times.tsv"] {
             std::fs::copy(root().join("deploy/lib").join(name), folder.join(name)).unwrap();
         }
         std::fs::write(checkout.path().join("junit.xml"), report).unwrap();
@@ -54,9 +79,10 @@ impl Run {
     fn with(&self, variables: &str, parts: &str) -> Output {
         let script = format!(
             r#"set -euo pipefail
-root=$1 {variables} only_part='' junit=$1/junit.xml
+root=$1 only_part='' junit=$1/junit.xml {variables}
 say() {{ printf '\033[1m==>\033[0m %s\n' "$*"; }}
 print_not_run() {{ say "everything ran"; }}
+. "$root/deploy/lib/toolchain.sh"
 . "$root/deploy/lib/parts.sh"
 run_parts() {{
 {parts}
@@ -64,7 +90,38 @@ run_parts() {{
 run_and_print_end run_parts
 "#
         );
-        Command::new("bash").args(["-c", &script, "bash"]).arg(self.checkout.path()).output().unwrap()
+        let mut bash = Command::new("bash");
+        bash.args(["-c", &script, "bash"]).arg(self.checkout.path());
+        // What the run of this test has set for its own compilation and tests.
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            if ["NEXTEST", "CARGO_", "RUSTC_", "RUSTFLAGS"].iter().any(|begin| name.starts_with(begin))
+                && name != "CARGO_HOME"
+            {
+                bash.env_remove(name);
+            }
+        }
+        bash.output().unwrap()
+    }
+
+    /// Writes a workspace with the settings of the tests, whose tests fail at the tries that their names say.
+    fn write_workspace(&self) {
+        let write = |name: &str, text: &str| {
+            let path = self.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write(".config/nextest.toml", &std::fs::read_to_string(root().join(".config/nextest.toml")).unwrap());
+        write("Cargo.toml", "[workspace]\nresolver = \"3\"\nmembers = [\"agent\", \"persistence\", \"tests\"]\n");
+        // The settings name these crates and this program.
+        for (crate_name, program) in [("agent", "system_executor"), ("persistence", "it"), ("tests", "it")] {
+            write(
+                &format!("{crate_name}/Cargo.toml"),
+                &format!("[package]\nname = \"{crate_name}\"\nedition = \"2024\"\n"),
+            );
+            write(&format!("{crate_name}/src/lib.rs"), "");
+            write(&format!("{crate_name}/tests/{program}.rs"), if crate_name == "tests" { TESTS } else { "" });
+        }
     }
 
     fn path(&self) -> &Path {
@@ -127,6 +184,47 @@ fn test_that_passed_at_a_second_try_is_listed_as_flaky_and_the_run_passes() {
 }
 
 #[test]
+fn test_of_real_processes_that_fails_is_run_three_times_and_one_without_processes_once() {
+    let run = Run::new("");
+    run.write_workspace();
+    let tests = r#"tests() { touch "$parts_folder/tests-ran"; cd "$root"; cargo nextest run --offline --workspace --profile gate; }"#;
+    let ended =
+        run.with("all='' junit=$1/target/nextest/gate/junit.xml", &format!("{tests}; run_part tests tests tests"));
+    let end = last_lines(&ended);
+    assert_eq!(ended.status.code(), Some(100), "{end}");
+    for wanted in [
+        "flaky, 1 passed at a second or third try",
+        "attempt 1 fails",
+        "2 failed:",
+        "deploy/test --part tests 'tests::it ",
+        " 'tests::it first_rental::passes_at_the_fourth_try'",
+        " 'tests::it tidy::without_processes_passes_at_the_second_try'",
+    ] {
+        assert!(end.contains(wanted), "{wanted} is missing in:\n{end}");
+    }
+    let log = std::fs::read_to_string(run.path().join(".dev/test.log")).unwrap();
+    assert!(log.contains("TRY 3 FAIL") && !log.contains("is_in_no_set"), "{log}");
+}
+
+#[test]
+fn changed_files_choose_the_tests_of_their_crates_and_of_those_that_depend_on_them() {
+    let chosen = |files: &str| {
+        let script = root().join("deploy/lib/changed_crates.py");
+        let mut python = Command::new("python3");
+        python.arg(script).arg(root()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut python = python.spawn().unwrap();
+        python.stdin.take().unwrap().write_all(files.as_bytes()).unwrap();
+        let output = python.wait_with_output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    assert_eq!(chosen("actors/domain/src/lib.rs\nedge/console/src/main.tsx\n"), "rdeps(=domain) | rdeps(=edge)");
+    assert_eq!(chosen("migrations/0001_first.sql\ndeploy/up\n"), "rdeps(=persistence) | rdeps(=tests)");
+    assert_eq!(chosen("deploy/up\nCargo.lock\n"), "all()");
+    assert_eq!(chosen("\n"), "none()");
+}
+
+#[test]
 fn failed_check_ends_with_1_and_its_first_error() {
     let run = Run::new(REPORT);
     let ended = run.of(
@@ -140,6 +238,33 @@ run_part check after echo 'must not run'",
         assert!(end.contains(wanted), "{wanted} is missing in:\n{end}");
     }
     assert!(!end.contains("must not run"), "{end}");
+}
+
+#[test]
+fn part_that_runs_beside_others_is_printed_where_it_is_awaited_and_its_failure_is_that_of_the_run() {
+    let run = Run::new(REPORT);
+    let parts = |compile: &str| {
+        format!(
+            r#"compile() {{ until [ -e "$root/formatted" ]; do sleep 0.05; done; {compile}; }}
+start_beside build compile
+run_part check formatting touch "$root/formatted"
+run_part check build finish_beside build
+run_part check after echo 'it goes on'"#
+        )
+    };
+    let passed = run.of(&parts("seq 1 300"));
+    let log = std::fs::read_to_string(run.path().join(".dev/test.log")).unwrap();
+    assert_eq!(passed.status.code(), Some(0), "{log}");
+    assert!(log.contains(" build\n1\n2\n"), "{log}");
+    assert!(log.contains("\n300\n") && log.contains("it goes on"), "{log}");
+
+    let failed = run.of(&parts("echo 'error[E0308]: mismatched types'; return 101"));
+    let end = last_lines(&failed);
+    assert_eq!(failed.status.code(), Some(1), "{end}");
+    for wanted in ["error[E0308]: mismatched types", "deploy/test --part build"] {
+        assert!(end.contains(wanted), "{wanted} is missing in:\n{end}");
+    }
+    assert!(!end.contains("it goes on"), "{end}");
 }
 
 #[test]
