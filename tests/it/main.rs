@@ -25,7 +25,6 @@ mod connection_poolers;
 mod console_faults;
 mod console_keyboard;
 mod console_login;
-mod console_new_user;
 mod console_operators;
 mod console_page;
 mod containers;
