@@ -103,7 +103,7 @@ async fn restored_service_starts_after_the_page_and_reports_what_was_lost() {
     let (code, printed) = machine.run(&block(PAGE, "Restore", "sh,postgres"), &[("TARGET", &target)]).await;
     assert_eq!(code, Some(0), "{printed}");
     cluster.postgres.start_again().await;
-    wait_until_recovered(&cluster.pool).await;
+    wait_until_recovered(&cluster.pool, cluster.postgres.log()).await;
 
     cluster.allow_error("gpuaas: ");
     cluster.allow_changed_audit_log();
@@ -235,5 +235,5 @@ async fn truncated_backup_and_missing_wal_are_named_and_nothing_is_restored() {
     let (code, printed) = machine.run("gpuaas-restore latest", &[]).await;
     assert_eq!(code, Some(0), "whole again: {printed}");
     db.start_again().await;
-    wait_until_recovered(&db.pool).await;
+    wait_until_recovered(&db.pool, db.log()).await;
 }

@@ -163,7 +163,7 @@ impl Site {
         assert_eq!(code, Some(0), "{printed}");
         let pgbackrest = began.elapsed();
         let mut alone = self.database.servers[server].start_restored().unwrap();
-        wait_until_recovered(&self.database.superuser(server)).await;
+        wait_until_recovered(&self.database.superuser(server), alone.log()).await;
         alone.stop(Duration::from_secs(60)).await;
         let recovered = began.elapsed();
         // What Patroni knows is of the cluster that was lost.

@@ -2,6 +2,7 @@
 
 use super::patroni::{checkout, tool};
 use local_servers::postgres::{PostgresOptions, account, program};
+use local_servers::process::tail;
 use local_servers::test_database::TestDatabase;
 use sqlx::PgPool;
 use std::collections::BTreeMap;
@@ -218,15 +219,16 @@ pub async fn wait_until_archived(pool: &PgPool) {
     }
 }
 
-/// Waits until Postgres has recovered and takes writes.
-pub async fn wait_until_recovered(pool: &PgPool) {
+/// Waits until Postgres, which writes this log, has recovered and takes writes.
+pub async fn wait_until_recovered(pool: &PgPool, log: &Path) {
     let until = Instant::now() + LIMIT;
     loop {
         let recovering = sqlx::query_scalar::<_, bool>("SELECT pg_is_in_recovery()").fetch_one(pool).await;
         if matches!(recovering, Ok(false)) {
             return;
         }
-        assert!(Instant::now() < until, "Postgres does not recover: {recovering:?}");
+        let has_time = Instant::now() < until;
+        assert!(has_time, "Postgres does not recover: {recovering:?}; its log: {}", tail(log, 30));
         sleep(POLL_INTERVAL).await;
     }
 }
