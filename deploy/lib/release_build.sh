@@ -6,14 +6,14 @@ workspace_version() { sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"
 # previous_release version | commit: that of deploy/releases.toml.
 previous_release() { sed -n "s/^$1 = \"\(.*\)\"\$/\1/p" "$root/deploy/releases.toml"; }
 
-# For RUSTFLAGS: no path of this machine is in what is compiled.
+# For CARGO_ENCODED_RUSTFLAGS, whose options may have spaces: no path of this machine is in what is compiled.
 remapped_paths() {
-    local commit
-    printf -- '--remap-path-prefix=%s=/gpuaas --remap-path-prefix=%s=/cargo' "$root" "${CARGO_HOME:-${HOME:-}/.cargo}"
+    local paths IFS=$'\x1f'
     # Where the standard library's sources are installed, rustc names them, and otherwise the commit that they are of.
-    commit=$(rustc -vV | sed -n 's/^commit-hash: //p')
-    printf -- ' --remap-path-prefix=%s/lib/rustlib/src/rust=/rustc/%s' "$(rustc --print sysroot)" "$commit"
-    [ -z "${CARGO_TARGET_DIR:-}" ] || printf -- ' --remap-path-prefix=%s=/gpuaas/target' "$(realpath -m -- "$CARGO_TARGET_DIR")"
+    paths=("$root=/gpuaas" "${CARGO_HOME:-${HOME:-}/.cargo}=/cargo"
+        "$(rustc --print sysroot)/lib/rustlib/src/rust=/rustc/$(rustc -vV | sed -n 's/^commit-hash: //p')")
+    [ -z "${CARGO_TARGET_DIR:-}" ] || paths+=("$(realpath -m -- "$CARGO_TARGET_DIR")=/gpuaas/target")
+    printf '%s' "${paths[*]/#/--remap-path-prefix=}"
 }
 
 # The same for the compiler of C: the sources of the allocator and of the cryptography name their own files.
@@ -26,7 +26,7 @@ remapped_paths_of_c() {
 compile_packages() {
     ensure_cargo_auditable
     say "compiling gpuaas, the programs of a node, and gpuctl"
-    RUSTFLAGS="$(remapped_paths)" CFLAGS="$(remapped_paths_of_c)" CARGO_INCREMENTAL=0 cargo auditable build --locked \
+    CARGO_ENCODED_RUSTFLAGS="$(remapped_paths)" CFLAGS="$(remapped_paths_of_c)" CARGO_INCREMENTAL=0 cargo auditable build --locked \
         --profile packages --no-default-features --features supervisors/console --package supervisors --package agent --package gpuctl --bins
 }
 compiled_packages() { printf '%s/packages' "${CARGO_TARGET_DIR:-target}"; }
@@ -75,13 +75,13 @@ compile_installer() {
     triple=$(uname -m)-unknown-linux-musl
     say "compiling the static installer"
     # Only the compiler for C differs, for this one target.
-    env "CC_${triple//-/_}=musl-gcc" RUSTFLAGS="$(remapped_paths)" CARGO_INCREMENTAL=0 \
+    env "CC_${triple//-/_}=musl-gcc" CARGO_ENCODED_RUSTFLAGS="$(remapped_paths)" CARGO_INCREMENTAL=0 \
         cargo build --locked --profile installer --target "$triple" --package agent-package --bin gpuaas-installer --bin gpuaas-finalizer
     expect_no_paths "$(installer_path)" "$(dirname "$(installer_path)")/gpuaas-finalizer"
 }
 
 # The programs of the release before this one (deploy/releases.toml), which tests upgrade from and roll back to. They are built from their commit
-# in the same target folder, so that dependencies which both have are compiled once.
+# in the same target folder, with the features and the optimisation of this workspace, so that dependencies which both have are compiled once.
 ensure_previous_release() {
     local commit folder source version
     commit=$(previous_release commit)
@@ -102,7 +102,9 @@ ensure_previous_release() {
     mkdir -p "$source" "$folder/$commit"
     # With the time of this moment on each file: what was compiled before is then older than its source, and is compiled from this one.
     git -C "$root" archive "$commit" | tar --extract --touch --directory "$source"
-    (cd "$source" && CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target} cargo build --locked --bin gpuaas --bin gpuaas-agent)
+    sed -n '/^\[profile\.dev\]/,/^\[profile\.fuzz\]/p' "$root/Cargo.toml" | sed '/^\[profile\.fuzz\]/d' >"$folder/profile.toml"
+    (cd "$source" && CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target} \
+        cargo --config "$folder/profile.toml" build --locked --workspace --bin gpuaas --bin gpuaas-agent)
     cp "${CARGO_TARGET_DIR:-$root/target}"/debug/{gpuaas,gpuaas-agent} "$folder/$commit/"
     rm -rf "$source"
 }
