@@ -94,13 +94,12 @@ run_and_print_end run_parts
         bash.args(["-c", &script, "bash"]).arg(self.checkout.path());
         // What the run of this test has set for its own compilation and tests.
         for (name, _) in std::env::vars_os() {
-            let name = name.to_string_lossy().into_owned();
-            if ["NEXTEST", "CARGO_", "RUSTC_", "RUSTFLAGS"].iter().any(|begin| name.starts_with(begin))
-                && name != "CARGO_HOME"
-            {
+            if ["NEXTEST", "CARGO_", "RUSTC_"].iter().any(|begin| name.to_string_lossy().starts_with(begin)) {
                 bash.env_remove(name);
             }
         }
+        // Cargo waits for no other run of this user then.
+        bash.env("CARGO_HOME", self.path().join("cargo"));
         bash.output().unwrap()
     }
 
