@@ -235,7 +235,10 @@ impl PatroniCluster {
     /// The end of all machines, with their data.
     pub fn lose_data(&mut self) -> anyhow::Result<()> {
         self.servers.iter_mut().for_each(PatroniServer::kill9);
-        self.servers.iter().try_for_each(|server| private_files::remove_folder(&server.data_folder()))
+        self.servers.iter().try_for_each(|server| {
+            server.remove_socket_lock()?;
+            private_files::remove_folder(&server.data_folder())
+        })
     }
 
     /// Writes one row past everything of ours, again and again at whichever server takes it, and returns when that first succeeds.
@@ -467,6 +470,18 @@ impl PatroniServer {
     pub fn kill9(&mut self) {
         self.kill9_patroni();
         self.kill9_postgres();
+    }
+
+    /// Removes the lock of the Unix socket of a Postgres that was killed. It is in `/run`, which ends with a machine; here the killed process keeps
+    /// its number until the first process of the system reaps it, and Postgres would not start beside that.
+    fn remove_socket_lock(&self) -> anyhow::Result<()> {
+        // It is not there where Postgres has ended.
+        let file = std::fs::read_to_string(self.data_folder().join("postmaster.pid")).unwrap_or_default();
+        let [port, folder] = [3, 4].map(|line| file.lines().nth(line).unwrap_or_default());
+        match std::fs::remove_file(Path::new(folder).join(format!(".s.PGSQL.{port}.lock"))) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 
     /// SIGKILL to Patroni alone: Postgres runs on.
