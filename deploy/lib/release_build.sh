@@ -24,6 +24,8 @@ remapped_paths_of_c() {
 # The programs of the Debian packages and of the image, which are the same ones. No path of this machine is in them, and their dependencies are
 # (section .dep-v0, for `cargo audit bin` and scanners of images). Without default features: `gpuaas dev` is not in a package.
 compile_packages() {
+    # The console is built with Node.js (edge/build.rs).
+    ensure_node
     ensure_cargo_auditable
     say "compiling gpuaas, the programs of a node, and gpuctl"
     CARGO_ENCODED_RUSTFLAGS="$(remapped_paths)" CFLAGS="$(remapped_paths_of_c)" CARGO_INCREMENTAL=0 cargo auditable build --locked \

