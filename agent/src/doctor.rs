@@ -3,6 +3,7 @@
 
 mod machine;
 mod node_api;
+mod service;
 mod settings;
 
 use crate::config::Flags;
@@ -34,6 +35,8 @@ pub enum FindingsOutput {
 /// What to do where a file system hangs.
 const DISK: &str =
     "a file system does not answer: look for a dead mount, and at the kernel's log for errors of the disk";
+/// What to do where systemd hangs.
+const SYSTEMD: &str = "systemd does not answer: look at `journalctl -b -p warning`, then reboot the machine";
 /// A wait for a local resource.
 const LOCAL: Duration = Duration::from_secs(5);
 /// A connection and a request.
@@ -73,6 +76,7 @@ fn checks(flags: &Arc<Flags>) -> Vec<DiagnosticCheck> {
     };
     vec![
         local("settings", "the environment file and all variables", LOCAL, DISK, settings::examine),
+        local("service", "whether its unit runs, and why it has ended", LOCAL, SYSTEMD, service::examine),
         local("files", "the state's folder, and who may read secrets", LOCAL, DISK, settings::examine_files),
         local(
             "certificates",

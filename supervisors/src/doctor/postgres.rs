@@ -31,6 +31,8 @@ const AS_THE_SERVICE: &str = "systemd-run --wait --pipe --collect --quiet -p Dyn
 
 /// The longest wait for that: its own limits, and the start of a process; less than the limit of the check.
 const AS_THE_SERVICE_WITHIN: Duration = Duration::from_secs(14);
+/// How the finding begins of a process that Postgres' socket does not admit.
+const ANOTHER_USER: &str = "Postgres' socket admits the service's user alone: ";
 const REPORT: &str = "look at `journalctl` for the unit that systemd-run started";
 
 /// The parameters that are judged.
@@ -73,9 +75,10 @@ pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticF
     (config.acquire_timeout, config.statement_timeout) = (Duration::from_secs(5), Duration::from_secs(4));
     if let Err(error) = pool::check_connection(&config).await {
         if as_the_service::is_needed(&error) && as_the_service::is_possible(&settings) {
-            let found = examine_as_the_service(&settings).await;
-            return found
-                .unwrap_or_else(|why| vec![judge_connection(&error, true), DiagnosticFinding::warning(why, REPORT)]);
+            return match examine_as_the_service(&settings).await {
+                Ok(found) => found.into_iter().map(judge_as_the_service).collect(),
+                Err(why) => vec![judge_connection(&error, true), DiagnosticFinding::warning(why, REPORT)],
+            };
         }
         return vec![judge_connection(&error, nix::unistd::geteuid().is_root())];
     }
@@ -100,6 +103,16 @@ async fn examine_as_the_service(settings: &InstalledSettings) -> Result<Vec<Diag
         .ok_or_else(|| format!("the command as that user printed {}", String::from_utf8_lossy(&printed)))
 }
 
+/// Postgres' socket refuses the service itself: that one starts as little as this process of its user connects.
+fn judge_as_the_service(found: DiagnosticFinding) -> DiagnosticFinding {
+    let Some(why) = found.summary.strip_prefix(ANOTHER_USER) else { return found };
+    DiagnosticFinding::error(
+        format!("Postgres' socket refuses the service's user: {why}"),
+        "apt-get install libnss-systemd, by which Postgres knows that user, and restart Postgres; SVC_DATABASE_URL must name the user gpuaas, or \
+         pg_ident.conf must map it",
+    )
+}
+
 fn parse_findings(report: &[u8]) -> Option<Vec<DiagnosticFinding>> {
     let report: serde_json::Value = strict_json::from_slice(report).ok()?;
     let findings = report["checks"].as_array()?.first()?["findings"].as_array()?;
@@ -117,15 +130,12 @@ fn parse_findings(report: &[u8]) -> Option<Vec<DiagnosticFinding>> {
 fn judge_connection(error: &ConnectionError, is_root: bool) -> DiagnosticFinding {
     let text = chain(error);
     if as_the_service::is_needed(error) {
-        let summary = format!("Postgres' socket admits the service's user alone: {text}");
+        let summary = format!("{ANOTHER_USER}{text}");
         return match is_root {
             true => {
                 DiagnosticFinding::warning(summary, format!("run this as that user: {AS_THE_SERVICE} gpuaas doctor"))
             }
-            false => DiagnosticFinding::warning(
-                summary,
-                "run this command as root; where it was, install libnss-systemd, by which Postgres knows the service's user",
-            ),
+            false => DiagnosticFinding::warning(summary, "run this command as root"),
         };
     }
     let action = match error {
@@ -370,14 +380,17 @@ fn judge_backups(newest: Option<DateTime<Utc>>, now: DateTime<Utc>) -> Diagnosti
 async fn schema(pool: &PgPool, settings: &InstalledSettings) -> Vec<DiagnosticFinding> {
     let planned = Migrations::embedded().plan(pool).await;
     let expands = settings.get("SVC_MIGRATE_ON_START").is_some_and(|it| it == "true");
+    let mut has_all_tables = false;
     let mut findings = match planned {
         Err(error) => vec![judge_schema_error(&error)],
         Ok(report) => {
             let expansions = report.missing.iter().filter(|it| it.kind.name() == "expand").count();
+            has_all_tables = expansions == 0;
             vec![judge_schema(expansions, report.missing.len() - expansions, report.known, expands)]
         }
     };
-    if findings.iter().all(|finding| finding.action.is_none()) {
+    // Without an expansion the tables of what is sealed may be missing; a contract that waits removes none that this release reads.
+    if has_all_tables {
         findings.extend(key_ring(pool, settings).await);
     }
     findings
@@ -503,6 +516,15 @@ mod tests {
         assert_eq!(findings, expected);
         assert_eq!(parse_findings(b"{}"), None);
         assert_eq!(parse_findings(b"not JSON"), None);
+    }
+
+    #[test]
+    fn socket_that_refuses_the_services_own_user_is_an_error() {
+        let refused = DiagnosticFinding::warning(format!("{ANOTHER_USER}Peer authentication failed"), "as root");
+        let found = judge_as_the_service(refused);
+        assert!(found.level == Error && found.action.unwrap().contains("libnss-systemd"));
+        let other = DiagnosticFinding::warning("WAL is not archived", "archive it");
+        assert_eq!(judge_as_the_service(other.clone()), other);
     }
 
     #[test]
