@@ -1,6 +1,10 @@
 //! The Debian packages on a Debian that systemd has booted: made by `deploy/package` from the metadata that releases have and from the programs
 //! under test, put into a signed repository, and installed from there as the book (`operator/install.md`) says, word by word.
 
+mod interrupted;
+mod new_operator;
+mod repository;
+
 use crate::external_tools::{root, run};
 use crate::node_pages::{Shell, blocks};
 use crate::systemd_installation::{AGENT, Installation, UNIT};
@@ -12,6 +16,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
+use tests::systemd_container::DiskFile;
 
 const PAGE: &str = "install.md";
 const FIRST: &str = concat!(env!("CARGO_PKG_VERSION"), "-1");
@@ -73,11 +78,15 @@ impl Repository {
 
     /// Packages the programs under test.
     async fn build(&self, to: &str, version: &str, packages: &[&str]) {
+        run(self.build_command(to, version, packages)).await;
+    }
+
+    fn build_command(&self, to: &str, version: &str, packages: &[&str]) -> Command {
         let test = std::env::current_exe().unwrap();
         let gpuaas = local_servers::private_files::find_sibling(&test, "gpuaas").unwrap();
         let mut build = self.package(&["deb", "--out", to, "--version", version, "--programs"]);
         build.arg(gpuaas.parent().unwrap()).args(packages);
-        run(build).await;
+        build
     }
 
     /// A release changes the template of the settings.
@@ -122,8 +131,8 @@ struct Site {
 }
 
 impl Site {
-    async fn new() -> Option<Self> {
-        let it = Installation::begin(&[]).await?;
+    async fn new(image: &[DiskFile]) -> Option<Self> {
+        let it = Installation::begin(&[], image).await?;
         let repository = Repository::new().await;
         let machine = &it.machine;
         // This repository is its only one.
@@ -135,14 +144,26 @@ impl Site {
 
     /// Runs the blocks below a heading of the page, in the order of the page.
     fn follow(&self, title: &str) -> Result<String, String> {
+        self.it.machine.attempt(&self.commands(title))
+    }
+
+    /// The blocks below a heading of the page, for a shell that ends where one of them fails.
+    fn commands(&self, title: &str) -> String {
         let url = &self.repository.url;
         let code: String = blocks(PAGE, title)
             .into_iter()
             .filter_map(|(shell, code)| (shell == Shell::Node).then_some(code))
             .collect();
         assert!(!code.is_empty(), "{PAGE} has nothing to run under {title:?}");
-        let command = format!("set -e; cd /srv/files; repository={url}; export DEBIAN_FRONTEND=noninteractive\n{code}");
-        self.it.machine.attempt(&command)
+        format!("set -e; cd /srv/files; repository={url}; export DEBIAN_FRONTEND=noninteractive\n{code}")
+    }
+
+    /// The machine gets its packages from the repository, which has those of a folder.
+    async fn add_repository(&self, packages: &str) {
+        self.repository.publish(packages).await;
+        let key = std::fs::read(self.repository.path("apt/gpuaas.asc")).unwrap();
+        self.it.machine.write("/etc/apt/keyrings/gpuaas.asc", 0o644, &key);
+        self.follow_to_the_end("Add the repository");
     }
 
     /// As [`follow`](Self::follow), and asserts that it succeeds.
@@ -177,14 +198,12 @@ impl Site {
 #[tokio::test(flavor = "multi_thread")]
 async fn packages_install_upgrade_and_go_as_the_book_says() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let Some(site) = Site::new().await else { return };
+    let Some(site) = Site::new(&[]).await else { return };
     let (machine, repository) = (&site.it.machine, &site.repository);
     repository.build("@first", FIRST, &[]).await;
     expect_no_errors_of_lintian(repository).await;
     expect_the_same_bytes_twice(repository).await;
-    repository.publish("@first").await;
-    machine.write("/etc/apt/keyrings/gpuaas.asc", 0o644, &std::fs::read(repository.path("apt/gpuaas.asc")).unwrap());
-    site.follow_to_the_end("Add the repository");
+    site.add_repository("@first").await;
 
     // Installed, and neither enabled nor started: it has no settings.
     site.apt("install gpuaas");
@@ -280,9 +299,17 @@ async fn expect_no_errors_of_lintian(repository: &Repository) {
     assert!(!printed.lines().any(|line| line.starts_with("E:")), "{printed}");
 }
 
+/// Whoever makes them: by two runs at once, in another time zone and language, and with files that no other user may read.
 async fn expect_the_same_bytes_twice(repository: &Repository) {
-    repository.build("@again", FIRST, &["gpuctl"]).await;
-    for (name, digest) in repository.digests("again") {
+    let again = ["@again", "@beside"].map(|to| {
+        let build = repository.build_command(to, FIRST, &["gpuctl"]);
+        let mut elsewhere = Command::new("sh");
+        elsewhere.args(["-c", "umask 077 && exec \"$@\"", "sh"]).arg(build.get_program()).args(build.get_args());
+        elsewhere.envs([("TZ", "Pacific/Kiritimati"), ("LC_ALL", "C"), ("LANGUAGE", "de")]);
+        run(elsewhere)
+    });
+    futures::future::join_all(again).await;
+    for (name, digest) in ["again", "beside"].into_iter().flat_map(|folder| repository.digests(folder)) {
         assert_eq!(repository.digests("first").get(&name), Some(&digest), "{name} differs from the first build");
     }
 }

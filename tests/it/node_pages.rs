@@ -230,16 +230,24 @@ pub(crate) fn package_settings(
     settings
 }
 
-/// What the machine has before it is a node: NVIDIA's driver with one GPU, as the fake has it, and seconds for the agent's minutes.
+/// What the machine has before it is a node: the driver, and seconds for the agent's minutes.
 fn image() -> Vec<DiskFile> {
+    let interval = "[Service]\nExecStart=\nExecStart=/opt/gpuaas/current/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
+                    --integrity-interval-seconds 2\n";
+    let mut files = driver();
+    files.push(DiskFile::new(format!("/etc/systemd/system/{AGENT}.d/interval.conf"), 0o644, interval));
+    files
+}
+
+/// NVIDIA's driver with one GPU, as the fake has it.
+pub(crate) fn driver() -> Vec<DiskFile> {
     let built = tempfile::tempdir().unwrap();
     fake_nvml::install_cuda(built.path()).unwrap();
     let library = |name: &str| {
         DiskFile::new(format!("{LIBRARIES}/{name}"), 0o755, std::fs::read(built.path().join(name)).unwrap())
     };
     let driver = format!(
-        "[Unit]\nWants={MODULE}\nAfter={MODULE}\n\n[Service]\nEnvironment=LD_LIBRARY_PATH={LIBRARIES} {}={GPUS}\n{OTHERS_PORTS}\nExecStart=\n\
-         ExecStart=/opt/gpuaas/current/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system --integrity-interval-seconds 2\n",
+        "[Unit]\nWants={MODULE}\nAfter={MODULE}\n\n[Service]\nEnvironment=LD_LIBRARY_PATH={LIBRARIES} {}={GPUS}\n{OTHERS_PORTS}\n",
         fake_nvml::FILE
     );
     vec![

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use supervisors::dev::api::{DevApi, https_client};
 use supervisors::dev::replica::{ListenAddresses, member};
 use tests::cluster::ssh_public_key;
-use tests::systemd_container::SystemdContainer;
+use tests::systemd_container::{DiskFile, SystemdContainer};
 use wire::bundle::BootstrapBundle;
 
 const MEMBER: &str = "replica-1";
@@ -24,7 +24,7 @@ const WITHIN: Duration = Duration::from_secs(120);
 /// The container, and the services on this host.
 pub(crate) struct Installation {
     pub(crate) machine: SystemdContainer,
-    identity: IdentityProvider,
+    pub(crate) identity: IdentityProvider,
     nats: NatsServer,
     authority: Authority,
     pub(crate) listens: ListenAddresses,
@@ -32,12 +32,12 @@ pub(crate) struct Installation {
 }
 
 impl Installation {
-    /// A machine with these programs in `/usr/local/bin`.
-    pub(crate) async fn begin(programs: &[&str]) -> Option<Self> {
+    /// A machine with these programs in `/usr/local/bin`, and with these files on its disk.
+    pub(crate) async fn begin(programs: &[&str], image: &[DiskFile]) -> Option<Self> {
         let test = std::env::current_exe().unwrap();
         let programs: Vec<PathBuf> =
             programs.iter().map(|name| private_files::find_sibling(&test, name).unwrap()).collect();
-        let machine = SystemdContainer::start(&tools(), &programs).expect("the container starts")?;
+        let machine = SystemdContainer::start_from(&tools(), &programs, image, None).expect("the container starts")?;
         let folder = tempfile::tempdir().unwrap();
         let authority = Authority::create(&folder.path().join("pki")).unwrap();
         let users =
@@ -147,7 +147,7 @@ impl Installation {
         assert_eq!(shown, ["failed", status, "0"], "{}", self.machine.journal(unit));
     }
 
-    fn api(&self, username: &str) -> DevApi {
+    pub(crate) fn api(&self, username: &str) -> DevApi {
         let http = https_client(self.authority.certificate_path()).unwrap();
         let token = self.identity.token_of(username).unwrap();
         DevApi::new(http, &format!("https://{}", self.listens.public), token)
@@ -155,7 +155,14 @@ impl Installation {
 
     /// Writes the bundle of a new node, and waits until its agent has reported what the machine has.
     pub(crate) async fn enroll_an_agent(&self) {
-        let (path, bundle) = self.new_node().await;
+        let sku = json!({
+            "name": "h100x1", "gpu": { "vendor": "NVIDIA", "model": "H100", "memory_mib": 81920, "count": 1 },
+            "cpu": { "model": "any", "cores": 1 }, "memory_mib": 512, "storage_gib": 1, "interconnect": "none",
+            "allowed_regions": ["here"], "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
+        });
+        let path = self.new_node(&sku).await;
+        let issued = self.api("admin").post(&format!("{path}/enrollment-token"), &json!({})).await.unwrap();
+        let bundle: BootstrapBundle = serde_json::from_value(issued["bootstrap_bundle"].clone()).unwrap();
         self.machine.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
         self.machine.run("systemctl restart gpuaas-agent");
         let seen = self
@@ -169,37 +176,31 @@ impl Installation {
         assert_eq!(self.machine.property(AGENT, "NRestarts"), "0");
     }
 
-    /// A node of an active SKU, with the bundle of its agent.
-    async fn new_node(&self) -> (String, BootstrapBundle) {
+    /// The path of a new node of this SKU, which two administrators have activated.
+    pub(crate) async fn new_node(&self, sku: &Value) -> String {
         let (admin, second) = (self.api("admin"), self.api("admin2"));
-        let sku = json!({
-            "name": "h100x1", "gpu": { "vendor": "NVIDIA", "model": "H100", "memory_mib": 81920, "count": 1 },
-            "cpu": { "model": "any", "cores": 1 }, "memory_mib": 512, "storage_gib": 1, "interconnect": "none",
-            "allowed_regions": ["here"], "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
-        });
-        let sku = admin.post("/api/v1/admin/skus", &sku).await.unwrap();
+        let offered = admin.post("/api/v1/admin/skus", sku).await.unwrap();
         for (api, name, role) in [(&admin, "admin", "platform_operations"), (&second, "admin2", "inventory_owner")] {
             let subject = self.identity.person(name).unwrap().id;
             let binding = json!({ "subject": subject, "role": role, "reason": "a test" });
             admin.post("/api/v1/admin/platform-roles/bindings", &binding).await.unwrap();
-            let path = format!("/api/v1/admin/skus/{}/activate", sku["id"].as_str().unwrap());
+            let path = format!("/api/v1/admin/skus/{}/activate", offered["id"].as_str().unwrap());
             api.post(&path, &json!({ "reason": "a test", "role": role })).await.unwrap();
         }
         let node = json!({
             "host": "node.internal", "port": 22, "ssh_username": "gpuaas", "ssh_public_key": ssh_public_key("a test"),
-            "sku": "h100x1", "gpus_total": 1, "region_code": "here", "onboarding_mode": "manual", "probe": false,
+            "sku": sku["name"], "gpus_total": 1, "region_code": sku["allowed_regions"][0], "onboarding_mode": "manual",
+            "probe": false,
         });
         let node = admin.post("/api/v1/admin/nodes", &node).await.unwrap();
-        let path = format!("/api/v1/admin/nodes/{}", node["id"].as_str().unwrap());
-        let issued = admin.post(&format!("{path}/enrollment-token"), &json!({})).await.unwrap();
-        (path, serde_json::from_value(issued["bootstrap_bundle"].clone()).unwrap())
+        format!("/api/v1/admin/nodes/{}", node["id"].as_str().unwrap())
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn shipped_units_start_the_real_programs_and_stay_failed_on_an_invalid_setting() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let Some(it) = Installation::begin(&["gpuaas", "gpuaas-agent"]).await else { return };
+    let Some(it) = Installation::begin(&["gpuaas", "gpuaas-agent"], &[]).await else { return };
     it.install();
     let machine = &it.machine;
 
