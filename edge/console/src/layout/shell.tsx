@@ -4,6 +4,7 @@ import { Link, Outlet, useNavigate, useRouterState } from "@tanstack/react-route
 import { nameOf, useMay, useMe } from "../session/me.ts";
 import { useLogOut } from "../session/use-log-out.ts";
 import { ClosedDialog, lazyPart } from "../ui/lazy-part.tsx";
+import { ActionDialogs } from "../ui/opened-action.tsx";
 import { Problem } from "../ui/problem.tsx";
 import { Banners } from "./banners.tsx";
 import type { Search } from "../router.tsx";
@@ -63,7 +64,9 @@ export function Shell() {
       </nav>
       <main id="main" ref={main} tabIndex={-1}>
         <Banners />
-        <Outlet />
+        <ActionDialogs>
+          <Outlet />
+        </ActionDialogs>
       </main>
       {dialog && (
         <Suspense fallback={null}>

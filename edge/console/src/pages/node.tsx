@@ -44,7 +44,7 @@ export default function NodePage() {
               {!isGone(data) && <Action spec={reviseNode(data)} />}
               {isToReissue(data) && <Reissue of={data} />}
               {actionsOf(data).map((spec) => (
-                <Action key={`${spec.id}:${data.state}`} spec={spec} />
+                <Action key={spec.id} spec={spec} />
               ))}
             </Head>
             <p className="why">

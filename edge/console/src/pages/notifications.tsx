@@ -257,7 +257,7 @@ function EndpointActions({ of: { id, kind, state } }: { of: Endpoint }) {
       <Action
         quiet
         spec={{
-          id: `enable-endpoint:${id}`,
+          id: `${enable ? "enable" : "disable"}-endpoint:${id}`,
           label: enable ? "Enable…" : "Disable…",
           title: enable ? "Deliver again" : "Disable delivery",
           consequences: <p>{enable ? "Messages from now on are delivered there." : "Nothing is delivered there until it is enabled again."}</p>,

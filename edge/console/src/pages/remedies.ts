@@ -23,7 +23,7 @@ export const TREE = ["tree", "entity", "fleet-overview"];
 
 /**
  * The actions that end its wait; null where a restart, or its own page, has them. A node has none here: its tasks and findings have ids of their
- * own, and a set-up command that is shown once would go with its row.
+ * own.
  */
 export function remediesOf(entity: Entity): Remedies | null {
   // A parked entity takes no command before it is restarted.

@@ -14,6 +14,7 @@ import { Fields } from "../ui/fields.tsx";
 import { Facts, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { Problem } from "../ui/problem.tsx";
+import { SentBefore } from "../ui/sent-before.tsx";
 import { CommandLine } from "../ui/text.tsx";
 import { useAddress } from "../ui/use-address.ts";
 import { useDraft, type Values } from "../ui/use-draft.ts";
@@ -165,6 +166,7 @@ function RentForm({ skus, isPartial }: { skus: Schemas["OfferedSku"][]; isPartia
         <Waiting isSending={sending.isSending} />
         {isOther && price && <PriceChange before={before} now={price} />}
         {problem && <Problem error={problem} fields={fields} />}
+        <SentBefore error={problem} beginAnew={sending.beginAnew} />
         <div className="buttons">
           <Link className="button" to="/catalog" onClick={draft.discard}>
             Cancel

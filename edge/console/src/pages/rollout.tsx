@@ -32,7 +32,7 @@ export default function RolloutPage() {
           <>
             <Head title={`Rollout ${shortId(data.id)}`} age={<Age query={rollout} />}>
               {rolloutActions(data).map((spec) => (
-                <Action key={`${spec.id}:${data.state}`} spec={spec} />
+                <Action key={spec.id} spec={spec} />
               ))}
             </Head>
             <p className="why">

@@ -7,12 +7,20 @@ import { ChangedValues, useChangedValues } from "./changed-values.tsx";
 import { DialogFrame } from "./dialog.tsx";
 import { Fields } from "./fields.tsx";
 import { Problem } from "./problem.tsx";
+import { SentBefore } from "./sent-before.tsx";
 import { CommandLine } from "./text.tsx";
 import { useDraft } from "./use-draft.ts";
 import { useSend } from "./use-send.ts";
 import { Waiting } from "./waiting.tsx";
 
-export default function ActionDialog({ spec, close }: { spec: ActionSpec<unknown>; close: () => void }) {
+interface ActionDialogProps {
+  spec: ActionSpec<unknown>;
+  /** What it is about is not on the page any more. */
+  isGone: boolean;
+  close: () => void;
+}
+
+export default function ActionDialog({ spec, isGone, close }: ActionDialogProps) {
   const fields = spec.fields ?? [];
   const draft = useDraft(spec.id, Object.fromEntries(fields.map((field) => [field.name, field.initial ?? ""])));
   const { changed, seen } = useChangedValues(fields, draft.values);
@@ -77,8 +85,14 @@ export default function ActionDialog({ spec, close }: { spec: ActionSpec<unknown
               }}
             />
           )}
+          {isGone && !sending.isSending && (
+            <p className="banner" data-tone="waits" role="alert">
+              <span>The page has changed, and does not offer this any more. What you typed is here; the service says whether it can still be done.</span>
+            </p>
+          )}
           <Waiting isSending={sending.isSending} />
           {sending.error && <Problem error={sending.error} fields={fields} />}
+          <SentBefore error={sending.error} beginAnew={sending.beginAnew} />
           {conflict && changed.length === 0 && (
             <div className="conflict">
               {conflict.note}

@@ -1,8 +1,8 @@
 // Actions: a button that opens a dialog. The dialog says the consequences first, takes what is needed, and sends one request.
-import { Suspense, useState, type ReactNode } from "react";
+import { useContext, useLayoutEffect, type ReactNode } from "react";
 import type { ApiFailure } from "../api/failure.ts";
 import { useMay, ROLE_FOR, type Permission } from "../session/me.ts";
-import { ClosedDialog, lazyPart } from "./lazy-part.tsx";
+import { OpenedAction } from "./opened-action.tsx";
 import { usePageTitle } from "./page-title.ts";
 import type { Values } from "./use-draft.ts";
 
@@ -56,29 +56,27 @@ export interface ActionSpec<R> {
   done?: (result: R) => void;
 }
 
-const Dialog = lazyPart(() => import("./action-dialog.tsx"), ClosedDialog);
-
-/** The button and its dialog; nothing where the permission is missing. */
+/** The button of a dialog; nothing where the permission is missing. */
 export function Action<R>({ needs, spec, quiet = false }: { needs?: Permission; spec: ActionSpec<R>; quiet?: boolean }) {
-  const [opened, setOpened] = useState(false);
+  const { open, markShown, markGone } = useContext(OpenedAction);
   const may = useMay();
-  if (needs && !may(needs)) return null;
+  const isOffered = !needs || may(needs);
+  const { id } = spec;
+  // The open form is compared with what the page shows at each moment.
+  useLayoutEffect(() => {
+    if (isOffered) markShown(spec as ActionSpec<unknown>);
+  });
+  useLayoutEffect(() => (isOffered ? () => markGone(id) : undefined), [isOffered, id, markGone]);
+  if (!isOffered) return null;
   return (
-    <>
-      <button
-        type="button"
-        className={quiet ? "quiet" : spec.danger ? "danger" : spec.primary ? "primary" : undefined}
-        onClick={() => setOpened(true)}
-        aria-haspopup="dialog"
-      >
-        {spec.label}
-      </button>
-      {opened && (
-        <Suspense fallback={null}>
-          <Dialog spec={spec as ActionSpec<unknown>} close={() => setOpened(false)} />
-        </Suspense>
-      )}
-    </>
+    <button
+      type="button"
+      className={quiet ? "quiet" : spec.danger ? "danger" : spec.primary ? "primary" : undefined}
+      onClick={() => open(spec as ActionSpec<unknown>)}
+      aria-haspopup="dialog"
+    >
+      {spec.label}
+    </button>
   );
 }
 

@@ -77,5 +77,11 @@ export function useSend<V, R>({ name, send, refreshes, done }: SendOptions<V, R>
       renew();
     }
   };
-  return { submit, changed, isSending: mutation.isPending, error: mutation.error, result: mutation.data, isDone: mutation.isSuccess };
+  /** What is sent next is another request, beside one that has arrived. */
+  const beginAnew = () => {
+    forgetKey(name);
+    mutation.reset();
+    renew();
+  };
+  return { submit, changed, beginAnew, isSending: mutation.isPending, error: mutation.error, result: mutation.data, isDone: mutation.isSuccess };
 }
