@@ -9,11 +9,13 @@ import { watchForOtherRelease } from "./layout/other-release.ts";
 import { applyTheme } from "./layout/theme.ts";
 import { followChanges } from "./live/follow.ts";
 import { newRouter } from "./router.tsx";
+import { loadAgainWhenRestored } from "./session/session.ts";
 import "./style/base.css";
 import "./style/layout.css";
 
 document.getElementById("not-started")?.remove();
 watchForOtherRelease();
+loadAgainWhenRestored(() => window.location.reload());
 applyTheme();
 
 const element = document.getElementById("console");

@@ -3,7 +3,7 @@ import { describe, expect, it, vi } from "vitest";
 import { screen, waitFor } from "@testing-library/react";
 import userEvent from "@testing-library/user-event";
 import { session } from "../src/api/client.ts";
-import { Session } from "../src/session/session.ts";
+import { loadAgainWhenRestored, Session } from "../src/session/session.ts";
 import { sku } from "./fixtures.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
@@ -50,6 +50,36 @@ describe("a session that ends while a form is filled", () => {
     await waitFor(() => expect(rentals()).toHaveLength(2));
   });
 
+  it("offers the login in another tab where the browser blocks its window", async () => {
+    const rent = await rentForm();
+    mock.hasSession = false;
+    await userEvent.click(rent);
+    const open = vi.spyOn(window, "open").mockReturnValue(null);
+    await userEvent.click(await screen.findByRole("button", { name: "Log in" }));
+    const link = await screen.findByRole("link", { name: "Log in in another tab" });
+    expect(link.getAttribute("href")).toBe("/console/login?return_to=%2Fconsole%2Flogged-in");
+    expect(link.getAttribute("target")).toBe("_blank");
+    open.mockReturnValue({ focus() {}, closed: false } as unknown as Window);
+    await userEvent.click(screen.getByRole("button", { name: "Log in" }));
+    expect(screen.queryByRole("link", { name: "Log in in another tab" })).toBeNull();
+    mock.hasSession = true;
+    await session.check();
+    await screen.findByRole("heading", { level: 1, name: /Allocation/ });
+  });
+
+  it("says that there is no login yet where one is claimed", async () => {
+    const rent = await rentForm();
+    mock.hasSession = false;
+    await userEvent.click(rent);
+    const claim = await screen.findByRole("button", { name: "I have logged in" });
+    await userEvent.click(claim);
+    await screen.findByText("The service sees no login in this browser yet.");
+    mock.hasSession = true;
+    await userEvent.click(claim);
+    await screen.findByRole("heading", { level: 1, name: /Allocation/ });
+    expect(new Set(rentals().map(({ key }) => key)).size).toBe(1);
+  });
+
   it("goes on only for the same user", async () => {
     let user: string | null = null;
     const reload = vi.fn();
@@ -80,6 +110,34 @@ describe("a tab", () => {
     await waitFor(() => expect(reload).toHaveBeenCalledOnce());
     expect(whoIsThere).toHaveBeenCalledOnce();
     elsewhere.close();
+  });
+  it("shows nothing of its user any more once they have logged out in another one", async () => {
+    const [reload, ofNobody] = [vi.fn(), vi.fn()];
+    const own = new Session(() => Promise.resolve(null), reload);
+    own.opened("ann");
+    const atLogin = new Session(() => Promise.resolve(null), ofNobody);
+    void atLogin.restored();
+    new Session(() => Promise.resolve(null), () => {}).left();
+    await waitFor(() => expect(reload).toHaveBeenCalledOnce());
+    expect(ofNobody).not.toHaveBeenCalled();
+  });
+  it("that the browser has kept behind another page is loaded again", () => {
+    const reload = vi.fn();
+    loadAgainWhenRestored(reload);
+    window.dispatchEvent(new PageTransitionEvent("pageshow", { persisted: false }));
+    expect(reload).not.toHaveBeenCalled();
+    window.dispatchEvent(new PageTransitionEvent("pageshow", { persisted: true }));
+    expect(reload).toHaveBeenCalledOnce();
+  });
+  it("shows a user nothing that another one has typed in it, and sends nothing under their key", async () => {
+    sessionStorage.setItem("gpuaas-drafts-of", "another-user");
+    sessionStorage.setItem("gpuaas-draft:rent:h100-8", JSON.stringify({ name: "theirs" }));
+    sessionStorage.setItem("gpuaas-key:rent:h100-8", "their-key");
+    openConsole("/rent?sku=h100-8");
+    expect((await screen.findByLabelText<HTMLInputElement>(/^Name/)).value).toBe("");
+    await userEvent.click(screen.getByRole("button", { name: "Rent" }));
+    await screen.findByRole("heading", { level: 1, name: /Allocation/ });
+    expect(rentals()[0]?.key).not.toBe("their-key");
   });
   it("reports its user to the other tabs when it is opened", async () => {
     const elsewhere = new BroadcastChannel("gpuaas-session");
@@ -163,6 +221,25 @@ describe("a form", () => {
     expect(new Set(rentals().map(({ key }) => key)).size).toBe(2);
   });
 
+  it("that was changed after an answer that was lost is another request where the person decides so", async () => {
+    const rent = await rentForm();
+    const answers = [() => Response.error(), () => refusal(422, "idempotency_key_reused", "The key was used for another request.")];
+    mock.overrides.push(({ method }) => (method === "POST" ? (answers.shift()?.() ?? null) : null));
+    await userEvent.click(rent);
+    await screen.findByText(/No answer arrived/);
+    await userEvent.type(screen.getByLabelText(/^Name/), "-2");
+    await userEvent.click(await screen.findByRole("button", { name: "Send again" }));
+    await screen.findByText(/has arrived, and nothing was sent since/);
+    await userEvent.click(screen.getByRole("button", { name: "Send it as another request" }));
+    expect(rentals()).toHaveLength(2);
+    await userEvent.click(screen.getByRole("button", { name: "Rent" }));
+    await screen.findByRole("heading", { level: 1, name: /Allocation/ });
+    const keys = rentals().map(({ key }) => key);
+    expect(keys[0]).toBe(keys[1]);
+    expect(keys[2]).not.toBe(keys[0]);
+    expect(rentals()[2]?.body).toMatchObject({ name: "my-run-2" });
+  });
+
   it("of another SKU begins with that SKU, and not with what was typed for the first", async () => {
     mock.overrides.push(({ url }) => (url.includes("/api/v1/skus") ? Response.json({ items: [sku, { ...sku, id: "0199e3f4-5c1b-7a00-8000-000000000011", name: "a100-4" }], next_page: null }) : null));
     const first = openConsole("/rent?sku=h100-8");
@@ -201,7 +278,7 @@ describe("a form", () => {
 describe("a logout", () => {
   it("ends the session, and leaves nothing that was typed", async () => {
     await rentForm();
-    expect(sessionStorage.length).toBe(1);
+    expect(sessionStorage.getItem("gpuaas-draft:rent:h100-8")).toContain("my-run");
     const left: string[] = [];
     vi.spyOn(console, "error").mockImplementation((line) => void left.push(String(line)));
     await userEvent.click(screen.getByRole("button", { name: "Log out" }));

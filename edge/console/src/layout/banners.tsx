@@ -1,9 +1,9 @@
 // What concerns the whole console: the session has ended, a new version is there, the device is offline.
-import { useEffect, useRef, useSyncExternalStore } from "react";
+import { useEffect, useRef, useState, useSyncExternalStore } from "react";
 import { session } from "../api/client.ts";
 import { useStreamStatus } from "../live/browser.ts";
 import { dismiss, useAnnouncements } from "../live/messages.ts";
-import { logInInWindow } from "../session/session.ts";
+import { LOGGED_IN, logInInWindow, loginUrl } from "../session/session.ts";
 import { Plain } from "../ui/text.tsx";
 import { useMissingParts } from "./other-release.ts";
 
@@ -38,6 +38,36 @@ function OtherRelease({ missing }: { missing: number }) {
   );
 }
 
+/** What became of a press of the banner's buttons. */
+type Outcome = "blocked" | "not-yet" | null;
+
+function SessionEnded() {
+  const [outcome, setOutcome] = useState<Outcome>(null);
+  const check = async () => setOutcome((await session.check()) ? null : "not-yet");
+  return (
+    <>
+      <p className="banner" data-tone="bad">
+        <span>Your session has ended. Log in again: this page stays as it is, and what you sent goes on.</span>
+        <button type="button" className="primary" onClick={() => setOutcome(logInInWindow() ? null : "blocked")}>
+          Log in
+        </button>
+        <button type="button" onClick={() => void check()}>
+          I have logged in
+        </button>
+      </p>
+      {outcome === "blocked" && (
+        <p className="banner" data-tone="waits">
+          <span>The browser has blocked the window of the login.</span>
+          <a className="button" href={loginUrl(LOGGED_IN)} target="_blank" rel="noopener">
+            Log in in another tab
+          </a>
+        </p>
+      )}
+      {outcome === "not-yet" && <p className="soft page-note">The service sees no login in this browser yet.</p>}
+    </>
+  );
+}
+
 export function Banners() {
   const state = useSyncExternalStore(session.subscribe, session.current);
   const online = useIsOnline();
@@ -46,17 +76,7 @@ export function Banners() {
   const announcements = useAnnouncements();
   return (
     <div className="banners" role="status">
-      {state === "ended" && (
-        <p className="banner" data-tone="bad">
-          <span>Your session has ended. Log in again: this page stays as it is, and what you sent goes on.</span>
-          <button type="button" className="primary" onClick={logInInWindow}>
-            Log in
-          </button>
-          <button type="button" onClick={() => void session.check()}>
-            I have logged in
-          </button>
-        </p>
-      )}
+      {state === "ended" && <SessionEnded />}
       {missing > 0 && <OtherRelease missing={missing} />}
       {announcements.map(({ id, data }) => (
         <p key={id} className="banner" data-tone={data.severity === "critical" ? "bad" : "waits"}>

@@ -1,5 +1,5 @@
 // The requests about logins in a browser: they are the console's own.
-import { api, dataOf, sendOnce, type Schemas } from "../api/client.ts";
+import { api, dataOf, sendOnce, session, type Schemas } from "../api/client.ts";
 import { ApiFailure } from "../api/failure.ts";
 import { forgetMessages } from "../live/messages.ts";
 
@@ -22,9 +22,10 @@ export async function logOut(): Promise<string> {
     if (error instanceof ApiFailure && error.status === 401) return null;
     throw error;
   });
-  // What this user typed and received is not shown to the next one.
+  // What this user typed and received is not shown to the next one, in no tab.
   sessionStorage.clear();
   forgetMessages();
+  session.left();
   return to ?? "/console/";
 }
 

@@ -2,6 +2,7 @@
 import { queryOptions, useSuspenseQuery } from "@tanstack/react-query";
 import { api, dataOf, session, type Schemas } from "../api/client.ts";
 import { pollEvery } from "../api/query-client.ts";
+import { openDrafts } from "../ui/use-draft.ts";
 
 /** The actions of `authz.rs` that have a part in the console. */
 export type Permission =
@@ -75,6 +76,7 @@ export const meQuery = queryOptions({
   queryFn: async (): Promise<Me> => {
     const me = await dataOf(api.GET("/api/v1/me"));
     session.opened(me.user_id);
+    openDrafts(me.user_id);
     return me;
   },
   staleTime: 60_000,

@@ -5,8 +5,10 @@ type Listener = () => void;
 /** `unknown` before the first answer; `ended` while requests wait for a login. */
 export type SessionState = "unknown" | "open" | "ended";
 
-/** Tabs and the window of the login report by it that a login has succeeded. */
+/** Tabs and the window of the login report by it that a login has succeeded, and that its user has logged out. */
 const CHANNEL = "gpuaas-session";
+/** The user has logged out of this browser: no tab goes on showing what was theirs. */
+const LOGGED_OUT = { loggedOut: true };
 
 export class Session {
   private state: SessionState = "unknown";
@@ -59,14 +61,24 @@ export class Session {
     this.channel?.postMessage(null);
   }
 
-  /** Asks whether there is a session again. */
-  async check(): Promise<void> {
-    if (this.state === "ended") await this.ask();
+  /** Reports a logout to all tabs. */
+  left(): void {
+    this.channel?.postMessage(LOGGED_OUT);
   }
 
-  /** Another tab has a session of this user. To a tab with one of the same user that is no news. */
-  private fromTab(user: unknown): void {
-    if (this.state !== "unknown" && (this.state === "ended" || user !== this.user)) void this.ask();
+  /** Asks whether there is a session again; false where there is none yet. */
+  async check(): Promise<boolean> {
+    if (this.state === "ended") await this.ask();
+    return this.current() !== "ended";
+  }
+
+  /** Another tab has a session of this user, or its user has logged out. To a tab with a session of the same user the first is no news. */
+  private fromTab(message: unknown): void {
+    if (this.state === "unknown") return;
+    if (typeof message === "object" && message !== null) {
+      // Without a user, the page is that of the login.
+      if (this.user !== null) this.reload();
+    } else if (this.state === "ended" || message !== this.user) void this.ask();
   }
 
   private async ask(): Promise<void> {
@@ -88,8 +100,14 @@ export function loginUrl(returnTo: string): string {
 /** The page that the window of a login ends on. */
 export const LOGGED_IN = "/console/logged-in";
 
-/** Logs in in a small window, so that the page and what was typed in it stay as they are. */
-export function logInInWindow(): void {
+/** Logs in in a small window, so that the page and what was typed in it stay as they are. False where the browser opens none. */
+export function logInInWindow(): boolean {
   const opened = window.open(loginUrl(LOGGED_IN), "gpuaas-login", "popup,width=520,height=680");
   opened?.focus();
+  return opened !== null && !opened.closed;
+}
+
+/** A page that the browser kept while another one was open is as it was then, whoever has logged out meanwhile: it is loaded again. */
+export function loadAgainWhenRestored(reload: () => void): void {
+  window.addEventListener("pageshow", ({ persisted }) => persisted && reload());
 }

@@ -3,8 +3,17 @@ import { useCallback, useState } from "react";
 
 const PREFIX = "gpuaas-draft:";
 const KEY_PREFIX = "gpuaas-key:";
+const OWNER = "gpuaas-drafts-of";
 
 export type Values = Readonly<Record<string, string>>;
+
+/** To be called once it is known who is logged in: what another user has typed in this tab is not shown to this one, nor sent as theirs. */
+export function openDrafts(user: string): void {
+  const owner = sessionStorage.getItem(OWNER);
+  // A tab of an earlier release has stored none.
+  if (owner !== null && owner !== user) sessionStorage.clear();
+  sessionStorage.setItem(OWNER, user);
+}
 
 function stored(name: string): Values {
   try {
