@@ -1,7 +1,8 @@
 // Amounts and names of any kind, on each page that shows them.
 import { describe, expect, it } from "vitest";
 import { screen, waitFor } from "@testing-library/react";
-import { endpoint, node, serviceAccount, sku, sshKey, STRANGE_NAMES, uuid, type Role } from "./fixtures.ts";
+import type { Schemas } from "../src/api/client.ts";
+import { ago, allocation, balance, binding, endpoint, node, payment, posting, recording, serviceAccount, sku, sshKey, STRANGE_NAMES, terminal, uuid, type Role } from "./fixtures.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
 import { tallWindow } from "./tall-window.ts";
@@ -70,8 +71,29 @@ const OF_NAMES: readonly (readonly [noun: string, role: Role, address: string, p
   ["service accounts", "user", "/service-accounts", "/api/v1/service-accounts", (name, index) => ({ ...serviceAccount, id: uuid(3000 + index), name })],
   ["receivers of notifications", "user", "/notifications", "/api/v1/notification-endpoints", (url, index) => ({ ...endpoint, id: uuid(3000 + index), url })],
   ["errors of receivers", "user", "/notifications", "/api/v1/notification-endpoints", (error, index) => ({ ...endpoint, id: uuid(3000 + index), attempts: [{ ...endpoint.attempts[0], error }] })],
+  ["allocations", "user", "/allocations", "/api/v1/allocations", (name, index) => allocation(3000 + index, { name })],
+  ["users of allocations", "admin", "/allocations", "/api/v1/allocations", (user_id, index) => allocation(3000 + index, { user_id })],
+  ["holders of accounts", "admin", "/accounts", "/api/v1/admin/billing/accounts", (user_id, index) => ({ ...balance, id: uuid(3000 + index), user_id })],
+  ["organizations with accounts", "admin", "/accounts", "/api/v1/admin/billing/accounts", (org_id, index) => ({ ...balance, id: uuid(3000 + index), user_id: null, org_id })],
+  ["subjects of roles", "admin", "/roles", "/api/v1/admin/platform-roles/bindings", (subject, index) => ({ ...binding, id: uuid(3000 + index), subject })],
+  ["users of terminals", "admin", "/terminals", "/api/v1/admin/terminal-sessions", (user_id, index) => ({ ...terminal, id: uuid(3000 + index), user_id })],
+  ["users of recordings", "admin", "/terminals", "/api/v1/admin/recordings", (user_id, index) => ({ ...recording, id: uuid(3000 + index), user_id })],
+  ["browsers of logins", "user", "/sessions", "/api/v1/me/sessions", (user_agent, index) => ({ ...login, id: uuid(3000 + index), user_agent })],
+  ["users with logins", "admin", "/logins", "/api/v1/admin/browser-sessions", (user_id, index) => ({ ...login, id: uuid(3000 + index), user_id })],
+  ["actors of the audit log", "admin", "/audit", "/api/v1/admin/audit-log", (actor, index) => ({ ...audited, actor, chain: { epoch: 1, shard: 3, seq: index } })],
+  ["reasons in the audit log", "admin", "/audit", "/api/v1/admin/audit-log", (reason, index) => ({ ...audited, metadata: { reason }, chain: { epoch: 1, shard: 3, seq: index } })],
+  ["users with policy values", "admin", "/policies", "/api/v1/admin/policy-values", (user_id, index) => ({ ...value, id: uuid(3000 + index), scope: { user_id } })],
+  ["reasons of policy values", "admin", "/policies", "/api/v1/admin/policy-values", (reason, index) => ({ ...value, id: uuid(3000 + index), reason })],
+  ["reasons of payments", "user", "/money", "/api/v1/billing/payments", (reason, index) => ({ ...payment, id: uuid(3000 + index), reason })],
+  ["reasons of postings", "user", "/money", "/api/v1/billing/ledger", (reason, index) => ({ ...posting(index), allocation_id: null, reason })],
   ["receivers of other users", "admin", "/announcements", "/api/v1/admin/notification-endpoints", (url, index) => ({ ...endpoint, id: uuid(3000 + index), url, user_id: url })],
 ];
+
+const login: Schemas["BrowserSession"] = {
+  id: uuid(905), user_id: "ann", state: "active", is_current: false, created_at: ago(90), last_seen_at: ago(1), idle_ends_at: ago(-30), ends_at: ago(-600), address: "192.0.2.7", user_agent: "Firefox",
+};
+const audited = { at: ago(7), actor: "user:root", action: "nodes.quarantine", target: { kind: "node", id: uuid(50) }, correlation_id: "b", metadata: {} };
+const value = { id: uuid(850), key: "allocation.max_concurrent_per_user", value: 20, scope: { user_id: "ann" }, reason: "research", effective_at: ago(90), written_at: ago(90), written_by: "user:root" };
 
 function textsOf(root: HTMLElement): Text[] {
   const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);

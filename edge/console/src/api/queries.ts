@@ -7,16 +7,16 @@ import { queryOf, type Address } from "../ui/use-address.ts";
 
 export type Allocation = Schemas["Allocation"];
 
-/** How often a balance is read again. */
+/** How often the balance is read again that what runs is paid from. */
 export const BALANCE_MS = 60_000;
 
-/** The interval of what each window of what runs changes, which no event reports. */
-export const pollMoney = () => Math.min(pollEvery(POLL_MS)(), BALANCE_MS);
+/** What runs costs money all the time, which no event reports. Where nothing runs, payments alone change a balance, and are reported. */
+const pollBalance = (account: Schemas["BillingAccount"] | undefined) => Math.min(pollEvery(POLL_MS)(), account?.running === 0 ? Infinity : BALANCE_MS);
 
 export const balanceQuery = queryOptions({
   queryKey: ["balance"],
   queryFn: () => dataOf(api.GET("/api/v1/billing/balance")),
-  refetchInterval: pollMoney,
+  refetchInterval: ({ state }) => pollBalance(state.data),
   // Several pages show it: with a stream, going from one to the next reads it no oftener than it is polled.
   staleTime: () => Math.min(freshFor(), BALANCE_MS),
 });

@@ -204,7 +204,7 @@ function Statements({ id }: { id: string }) {
     refetchInterval: pollEvery(60_000),
   });
   return (
-    <Card title="Monthly statements">
+    <Card title="Monthly statements" actions={<Age query={statements} />}>
       <Loaded query={statements}>
         {({ items }) => <StatementTable rows={items} read={(month) => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/statements/{month}", { params: { path: { id, month } } }))} fileOf={(month, kind) => `/api/v1/admin/billing/accounts/${id}/statements/${month}/${kind}`} />}
       </Loaded>

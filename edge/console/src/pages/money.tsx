@@ -2,7 +2,7 @@
 import { Suspense } from "react";
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
-import { balanceQuery, newestFirst, pollMoney } from "../api/queries.ts";
+import { balanceQuery, newestFirst } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { changeText, commandAmount, money, parseMoney, plainAmount } from "../format/money.ts";
 import { count, gpuctl, readable } from "../format/text.ts";
@@ -92,7 +92,8 @@ function Ledger() {
     queryKey: ["ledger", query],
     queryFn: () => dataOf(api.GET("/api/v1/billing/ledger", { params: { query } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollMoney,
+    // It is read again with each balance that is another one.
+    refetchInterval: pollEvery(POLL_MS),
   });
   return (
     <Card title="Ledger" actions={<Age query={ledger} polled />}>
@@ -246,7 +247,7 @@ function Statements() {
     refetchInterval: pollEvery(60_000),
   });
   return (
-    <Card title="Monthly statements">
+    <Card title="Monthly statements" actions={<Age query={statements} polled />}>
       <Loaded query={statements}>
         {({ items, next_page }) => (
           <>

@@ -30,6 +30,11 @@ export default function OverviewPage() {
       </Head>
       <FirstSteps account={balance.data} />
       <Loaded query={balance}>{(account) => <Balance account={account} />}</Loaded>
+      {balance.data && (
+        <p className="soft page-note">
+          The balance: <Age query={balance} polled />
+        </p>
+      )}
       <Card title="Allocations" actions={<Link to="/allocations">All allocations</Link>}>
         <Loaded query={rented}>
           {({ items, isPartial }) => (

@@ -3,7 +3,7 @@ import { useCallback, useMemo } from "react";
 import { useQuery } from "@tanstack/react-query";
 import uPlot from "uplot";
 import { api, dataOf, type Schemas } from "../api/client.ts";
-import { pollMoney } from "../api/queries.ts";
+import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { serviceNow } from "../api/service-clock.ts";
 import { minorDigits, money, moneyMicro } from "../format/money.ts";
 import { count } from "../format/text.ts";
@@ -113,7 +113,8 @@ export default function Spending({ account, currency, burn }: SpendingProps) {
   const spending = useQuery({
     queryKey: key,
     queryFn: ({ client }) => readSpending(client.getQueryData<SpendingData>(key)),
-    refetchInterval: pollMoney,
+    // It is read again with each balance that is another one.
+    refetchInterval: pollEvery(POLL_MS),
   });
   return (
     <Card title="Spending per day" actions={<Age query={spending} polled />}>
