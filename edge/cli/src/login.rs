@@ -13,6 +13,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
 use login_store::{Login, Store};
+use loopback::RedirectAddress;
 use provider::{ClientConfig, Prompt, Provider, ProviderMetadata, Renewal, TokenGrant, discover};
 use provider_discovery::Resource;
 use reqwest::Url;
@@ -89,6 +90,10 @@ pub(crate) struct LoginArgs {
     /// What the provider asks you for in the browser: `consent` where it renews a login only then.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["device", "username"])]
     prompt: Option<Prompt>,
+    /// The address of this machine that the provider sends your browser back to, where it admits registered ones alone:
+    /// `http://localhost:8400/callback`.
+    #[arg(long, value_name = "URI", conflicts_with_all = ["device", "username"])]
+    redirect_uri: Option<RedirectAddress>,
     /// With a password, as this user: at a development provider.
     #[arg(long, value_name = "NAME")]
     username: Option<String>,
@@ -96,7 +101,7 @@ pub(crate) struct LoginArgs {
     #[arg(long, requires = "username")]
     password_stdin: bool,
     /// As a service account: the client id that `service-accounts add-key` printed. Its secret is asked for, or --client-secret.
-    #[arg(long, value_name = "CLIENT-ID", conflicts_with_all = ["issuer", "client_id", "device", "browser", "prompt", "username"])]
+    #[arg(long, value_name = "CLIENT-ID", conflicts_with_all = ["issuer", "client_id", "device", "browser", "prompt", "redirect_uri", "username"])]
     service_account: Option<String>,
     /// Read the service account's secret from standard input and not from the terminal.
     #[arg(long, requires = "service_account")]
@@ -153,7 +158,8 @@ async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> R
         }
         LoginMethod::Device(endpoint) => provider.by_device(&endpoint, connection.out).await?,
         LoginMethod::Browser(endpoint) => {
-            provider.by_browser(&endpoint, &issuer, args.prompt, !args.no_open, connection.out).await?
+            let registered = args.redirect_uri.as_ref();
+            provider.by_browser(&endpoint, &issuer, args.prompt, registered, !args.no_open, connection.out).await?
         }
     };
     let TokenGrant { access_token, refresh_token, expires_at } = granted;
@@ -245,7 +251,7 @@ impl LoginArgs {
                 lacks("log-in by device code").next("Log in with a browser on this machine: gpuctl login --browser")
             });
         }
-        if self.browser || self.prompt.is_some() {
+        if self.browser || self.prompt.is_some() || self.redirect_uri.is_some() {
             return browser
                 .ok_or_else(|| lacks("log-in in a browser").next("Log in with a code: gpuctl login --device"));
         }

@@ -3,6 +3,8 @@
 use crate::failure::{ExitStatus, Failure};
 use reqwest::Url;
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::str::FromStr;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -13,13 +15,48 @@ const MAX_REQUEST_BYTES: usize = 16 * 1024;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const PATH: &str = "/callback";
 
+/// An address of this machine that is registered at the provider as a redirect URI, exactly as it was given.
+#[derive(Clone, Debug)]
+pub(crate) struct RedirectAddress {
+    text: String,
+    ip: IpAddr,
+    port: u16,
+    path: String,
+}
+
+impl FromStr for RedirectAddress {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let form = "it has to be an address of this machine with a port, such as http://localhost:8400/callback";
+        let url = Url::parse(text).map_err(|_| form)?;
+        let ip = match url.host_str() {
+            Some("localhost" | "127.0.0.1") => IpAddr::from(Ipv4Addr::LOCALHOST),
+            Some("[::1]") => IpAddr::from(Ipv6Addr::LOCALHOST),
+            _ => return Err(form),
+        };
+        let is_plain = url.scheme() == "http" && url.query().is_none() && url.fragment().is_none();
+        let port = url.port().filter(|_| is_plain && url.username().is_empty()).ok_or(form)?;
+        Ok(Self { text: text.to_owned(), ip, port, path: url.path().to_owned() })
+    }
+}
+
 pub(crate) struct Loopback {
     listener: TcpListener,
     address: String,
+    path: String,
 }
 
 impl Loopback {
-    pub(crate) async fn bind() -> Result<Self, Failure> {
+    /// At the registered address, or else at a free port.
+    pub(crate) async fn bind(registered: Option<&RedirectAddress>) -> Result<Self, Failure> {
+        if let Some(RedirectAddress { text, ip, port, path }) = registered {
+            let listener = TcpListener::bind((*ip, *port)).await.map_err(|error| {
+                Failure::new(ExitStatus::Failed, format!("your browser cannot come back to {text}: {error}"))
+                    .next("End the program that has the port, or name another registered address: --redirect-uri")
+            })?;
+            return Ok(Self { listener, address: text.clone(), path: path.clone() });
+        }
         let no_port = |error: std::io::Error| {
             Failure::new(
                 ExitStatus::Failed,
@@ -29,7 +66,7 @@ impl Loopback {
         };
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(no_port)?;
         let port = listener.local_addr().map_err(no_port)?.port();
-        Ok(Self { listener, address: format!("http://127.0.0.1:{port}{PATH}") })
+        Ok(Self { listener, address: format!("http://127.0.0.1:{port}{PATH}"), path: PATH.to_owned() })
     }
 
     pub(crate) fn address(&self) -> &str {
@@ -41,7 +78,7 @@ impl Loopback {
         loop {
             let Ok((mut stream, _)) = self.listener.accept().await else { continue };
             let target = tokio::time::timeout(REQUEST_TIMEOUT, target(&mut stream)).await.ok().flatten();
-            let result = target.and_then(|target| callback_result(&target, state, issuer));
+            let result = target.and_then(|target| callback_result(&target, &self.path, state, issuer));
             let (status, text) = match &result {
                 None => ("404 Not Found", "There is nothing here."),
                 Some(Ok(_)) => ("200 OK", "You are logged in. Close this page and go back to your terminal."),
@@ -83,10 +120,10 @@ async fn target(stream: &mut TcpStream) -> Option<String> {
 
 /// The result of a redirect. `None` where it is of another log-in: a request with another state is no redirect of this one, or an attack
 /// on it.
-fn callback_result(target: &str, state: &str, issuer: &str) -> Option<Result<String, Failure>> {
+fn callback_result(target: &str, path: &str, state: &str, issuer: &str) -> Option<Result<String, Failure>> {
     let url = Url::parse("http://127.0.0.1").ok()?.join(target).ok()?;
     let params: BTreeMap<String, String> = url.query_pairs().into_owned().collect();
-    if url.path() != PATH || params.get("state").map(String::as_str) != Some(state) {
+    if url.path() != path || params.get("state").map(String::as_str) != Some(state) {
         return None;
     }
     let refused = |why: String| Some(Err(Failure::new(ExitStatus::LoggedOut, why).next("Log in again: gpuctl login")));
@@ -112,7 +149,7 @@ mod tests {
 
     #[test]
     fn callback_with_another_state_is_ignored() {
-        let result = |target: &str| callback_result(target, "s", ISSUER);
+        let result = |target: &str| callback_result(target, PATH, "s", ISSUER);
         assert_eq!(result("/callback?code=c&state=s").unwrap().unwrap(), "c");
         assert_eq!(result("/callback?code=c&state=s&iss=https%3A%2F%2Fid.example").unwrap().unwrap(), "c");
         for other in ["/callback?code=c&state=t", "/callback?code=c", "/favicon.ico", "/callback/?code=c&state=s", "*"]
@@ -129,8 +166,49 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn browser_comes_back_to_the_registered_address_as_it_was_given() {
+        let free = TcpListener::bind(("127.0.0.1", 0)).await.unwrap().local_addr().unwrap().port();
+        for (path, callback) in [("/gpuctl/done", "/gpuctl/done"), ("", "/")] {
+            let registered = format!("http://localhost:{free}{path}");
+            let loopback = Loopback::bind(Some(&registered.parse().unwrap())).await.unwrap();
+            assert_eq!(loopback.address(), registered);
+            let browser = async {
+                let mut stream = TcpStream::connect(("127.0.0.1", free)).await.unwrap();
+                let request = format!("GET {callback}?code=c&state=s HTTP/1.1\r\n\r\n");
+                stream.write_all(request.as_bytes()).await.unwrap();
+                stream.read_to_end(&mut Vec::new()).await.unwrap();
+            };
+            let (code, ()) = tokio::join!(loopback.code("s", ISSUER), browser);
+            assert_eq!(code.unwrap(), "c");
+            let taken = Loopback::bind(Some(&registered.parse().unwrap())).await.err().unwrap();
+            assert!(taken.message.contains(&registered), "{}", taken.message);
+        }
+    }
+
+    #[test]
+    fn redirect_address_is_a_port_of_this_machine() {
+        for good in ["http://localhost:8400/callback", "http://127.0.0.1:1", "http://[::1]:8400/a/b"] {
+            assert!(good.parse::<RedirectAddress>().is_ok(), "{good}");
+        }
+        for bad in [
+            "https://localhost:8400/callback",
+            "http://localhost/callback",
+            "http://gpu.example:8400/callback",
+            "http://0.0.0.0:8400/callback",
+            "http://localhost.evil.example:8400/",
+            "http://ann@localhost:8400/",
+            "http://localhost:8400/?a=b",
+            "http://localhost:8400/#a",
+            "localhost:8400",
+            "",
+        ] {
+            assert!(bad.parse::<RedirectAddress>().is_err(), "{bad}");
+        }
+    }
+
+    #[tokio::test]
     async fn invalid_requests_do_not_end_the_wait_for_the_callback() {
-        let loopback = Loopback::bind().await.unwrap();
+        let loopback = Loopback::bind(None).await.unwrap();
         let at = loopback.address().trim_start_matches("http://").trim_end_matches(PATH).to_owned();
         let speak = |text: String| {
             let at = at.clone();

@@ -2,7 +2,7 @@
 //! authorization code with PKCE (RFC 7636) on a loopback port (RFC 8252).
 
 use super::login_store::Login;
-use super::loopback::Loopback;
+use super::loopback::{Loopback, RedirectAddress};
 use super::oauth_answer;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, BodyError, Trust};
@@ -18,7 +18,8 @@ use oauth2::{
 };
 use reqwest::{Client, RequestBuilder, StatusCode, Url};
 use secrecy::{ExposeSecret as _, SecretString};
-use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
@@ -45,10 +46,20 @@ type TokenClient = BasicClient<EndpointNotSet, EndpointNotSet, EndpointNotSet, E
 pub(crate) struct ProviderMetadata {
     issuer: String,
     pub(crate) token_endpoint: String,
+    #[serde(default, deserialize_with = "if_readable")]
     pub(crate) authorization_endpoint: Option<String>,
+    #[serde(default, deserialize_with = "if_readable")]
     pub(crate) device_authorization_endpoint: Option<String>,
+    #[serde(default, deserialize_with = "if_readable")]
     pub(crate) revocation_endpoint: Option<String>,
+    #[serde(default, deserialize_with = "if_readable")]
     pub(crate) grant_types_supported: Option<Vec<String>>,
+}
+
+/// A field that may be absent: where it is empty or of another form, it is absent.
+fn if_readable<'de, D: Deserializer<'de>, T: DeserializeOwned>(field: D) -> Result<Option<T>, D::Error> {
+    let value = Value::deserialize(field)?;
+    Ok(if value == "" { None } else { serde_json::from_value(value).ok() })
 }
 
 /// The OAuth client, its scopes and its resource.
@@ -318,10 +329,11 @@ impl Provider {
         endpoint: &str,
         issuer: &str,
         prompt: Option<Prompt>,
+        registered: Option<&RedirectAddress>,
         opens: bool,
         out: Output,
     ) -> Result<TokenGrant, Failure> {
-        let loopback = Loopback::bind().await?;
+        let loopback = Loopback::bind(registered).await?;
         let back = RedirectUrl::new(loopback.address().to_owned()).map_err(malformed)?;
         let authorization = AuthUrl::new(endpoint.to_owned()).map_err(malformed)?;
         let client = self.client.clone().set_auth_uri(authorization).set_redirect_uri(back);

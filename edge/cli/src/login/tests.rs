@@ -237,6 +237,34 @@ fn login_without_a_refresh_token_says_how_to_get_one() {
 }
 
 #[test]
+fn description_of_a_provider_whose_optional_fields_have_other_forms_is_used_without_them() {
+    let found: ProviderMetadata = serde_json::from_value(json!({
+        "issuer": "i", "token_endpoint": "t", "authorization_endpoint": "a", "device_authorization_endpoint": "",
+        "revocation_endpoint": null, "grant_types_supported": "authorization_code",
+    }))
+    .unwrap();
+    assert!(
+        matches!(login_args(&[]).unwrap().login_method(&found), Ok(LoginMethod::Browser(endpoint)) if endpoint == "a")
+    );
+}
+
+#[test]
+fn registered_redirect_address_is_for_the_browser_on_this_machine_alone() {
+    let registered = ["--redirect-uri", "http://localhost:8400/callback"];
+    let found = |browser: Option<&str>| -> ProviderMetadata {
+        let addresses = json!({ "issuer": "i", "token_endpoint": "t", "device_authorization_endpoint": "d", "authorization_endpoint": browser });
+        serde_json::from_value(addresses).unwrap()
+    };
+    let args = login_args(&registered).unwrap();
+    assert!(matches!(args.login_method(&found(Some("b"))), Ok(LoginMethod::Browser(endpoint)) if endpoint == "b"));
+    assert!(args.login_method(&found(None)).is_err());
+    for other in [&["--device"][..], &["--username", "ann"]] {
+        assert!(login_args(&[&registered[..], other].concat()).is_err(), "{other:?}");
+    }
+    assert!(login_args(&["--redirect-uri", "https://gpu.example/callback"]).is_err());
+}
+
+#[test]
 fn secret_is_one_line_of_standard_input_without_its_ends() {
     let read = |bytes: &[u8]| secret_of(bytes, PASSWORD_STDIN).map(|secret| secret.expose_secret().to_owned());
     for line in ["s ecret\n", "s ecret\r\n", "s ecret", "\u{feff}s ecret\r\n", "s ecret\nand more"] {
