@@ -66,8 +66,8 @@ impl SelectedCommand {
     }
 }
 
-/// Phrases of the API about JSON, each with its phrase about an argument.
-const OF_ARGUMENTS: [(&str, &str); 9] = [
+/// Phrases of the API about JSON, headers and routes, each with its phrase about an argument or a command.
+const OF_ARGUMENTS: [(&str, &str); 16] = [
     ("Query parameter `--", "`--"),
     ("Field `--", "`--"),
     (" cannot be read: unknown variant, expected ", " must be "),
@@ -77,6 +77,14 @@ const OF_ARGUMENTS: [(&str, &str); 9] = [
     (" cannot be read: expected ", " must be "),
     ("retire with \"drain\": true", "retire it with --drain"),
     (" (`global` is an empty `scope`)", " (global: without any of these options)"),
+    // Each command has a new key, and repeats its own requests under it.
+    (", with a new Idempotency-Key", ""),
+    (", with the same Idempotency-Key", ""),
+    ("this Idempotency-Key", "this --idempotency-key"),
+    ("This Idempotency-Key", "This --idempotency-key"),
+    (" after the time in Retry-After", " in a moment"),
+    (" since the version in If-Match", ""),
+    (" comes back by reissue-enrollment", " comes back by `gpuctl nodes reissue NODE --reason TEXT`"),
 ];
 
 /// The message with arguments in the place of fields, and in the words of the command line.
@@ -227,6 +235,24 @@ mod tests {
             ),
         ] {
             assert_eq!(with_argument_names(message, &command(line)), shown, "{line}");
+        }
+    }
+
+    #[test]
+    fn no_refusal_of_the_service_is_shown_with_the_headers_and_routes_of_the_api() {
+        let refusals = include_str!(concat!(
+            "../../src/api/rejection_response/snapshots/",
+            "edge__api__rejection_response__tests__every_refusal_of_a_machine_says_what_to_do_next.snap"
+        ));
+        let refusals: Vec<_> = refusals.lines().filter(|line| line.contains(": 4") || line.contains(": 5")).collect();
+        assert!(refusals.len() > 90, "{}", refusals.len());
+        for refusal in refusals {
+            let shown = with_argument_names(&crate::routes::for_people(refusal), &command("gpuctl whoami"));
+            for word in
+                ["Idempotency-Key", "If-Match", "Retry-After", "reissue-enrollment", "GET /", "POST /", "\"drain\""]
+            {
+                assert!(!shown.contains(word), "{shown}");
+            }
         }
     }
 
