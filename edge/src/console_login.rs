@@ -156,7 +156,7 @@ async fn complete(
     let metadata = provider.metadata().await.map_err(provider_error)?;
     let is_of_issuer = match query.iss.as_deref() {
         Some(issuer) => issuer == app.authenticator.issuer(),
-        None => !metadata.authorization_response_iss_parameter_supported,
+        None => !metadata.names_issuer_in_responses(),
     };
     if !is_of_issuer {
         return Err(not_logged_in("The response is not of this service's identity provider").because("another `iss`"));

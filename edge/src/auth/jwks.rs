@@ -1,13 +1,16 @@
 //! The identity provider's published keys (RFC 7517), found by OpenID Connect Discovery 1.0.
 //!
 //! An unknown key id causes a fetch, at a bounded rate and never twice at once; cached keys stay while the provider cannot be reached, and no
-//! failure of a fetch touches a token whose key is cached. A key is unknown after a complete fetch without it alone: a token of a key that the
-//! provider has just begun to use is no wrong one. What a fetch has not found is remembered per token and not per key id, so that a caller
-//! who guesses the provider's next key id has no other caller refused. A set is bounded in size and number, and fetching it in time.
+//! failure of a fetch touches a token whose key is cached. A key is unknown only after a complete fetch without it whose request followed the
+//! token: the provider may have begun to use a key after it wrote the response of an earlier request. A token that joins a fetch in flight
+//! and is not served by it waits for the next one. Which tokens a fetch followed is remembered per token and not per key id: a repeated
+//! token of an unknown key is refused at once, and a caller who guesses the provider's next key id has no other caller refused. A set is
+//! bounded in size and number, and fetching it in time.
 
 use std::{
     collections::{BTreeSet, HashMap},
     hash::{BuildHasher as _, RandomState},
+    mem,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -19,7 +22,7 @@ use futures::{
     future::{BoxFuture, Shared},
 };
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
-use reqwest::Client;
+use reqwest::{Client, header::CACHE_CONTROL};
 use serde_json::Value;
 use thiserror::Error;
 use tokio::sync::Semaphore;
@@ -31,8 +34,8 @@ use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_
 const RSA_MIN_BYTES: usize = 256;
 /// The longest wait for the gap between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// How many tokens are remembered whose key a fetch has not found.
-const MAX_ABSENT: usize = 1024;
+/// How many tokens of unknown keys are remembered for one fetch.
+const MAX_AWAITING: usize = 1024;
 
 /// How the provider's keys are fetched.
 #[derive(Clone, Debug)]
@@ -115,7 +118,7 @@ impl PublishedKey {
 pub(super) enum TokenSource {
     /// A request: its key id may be made up, and costs others nothing.
     Request,
-    /// The provider's response to this service: its key is absent only where a fetch that ends after the response lacks it.
+    /// The provider's response to this service: its key is absent only where a fetch that begins after the response lacks it.
     Provider,
 }
 
@@ -151,23 +154,11 @@ struct Inner {
 
 struct FetchedKeys {
     keys: KeySet,
+    /// When they were requested: a token from before has no other key.
+    requested_at: Instant,
     at: Instant,
-    /// The digests of tokens whose keys were looked for and are not among these.
-    absent: Mutex<BTreeSet<u64>>,
-}
-
-impl FetchedKeys {
-    /// A repeated token of an unknown key does not wait for the gap again.
-    fn is_known_absent(&self, token: u64, gap: Duration) -> bool {
-        self.at.elapsed() < gap && self.absent.lock().unwrap_or_else(PoisonError::into_inner).contains(&token)
-    }
-
-    fn record_absent(&self, token: u64) {
-        let mut absent = self.absent.lock().unwrap_or_else(PoisonError::into_inner);
-        if absent.len() < MAX_ABSENT {
-            absent.insert(token);
-        }
-    }
+    /// The digests of tokens that waited for these keys when they were requested.
+    awaited_by: BTreeSet<u64>,
 }
 
 #[derive(Default)]
@@ -175,6 +166,8 @@ struct RefreshState {
     last_attempt_at: Option<Instant>,
     last_forced_at: Option<Instant>,
     running: Option<Refresh>,
+    /// The digests of tokens that wait for the next request of the keys.
+    awaiting: BTreeSet<u64>,
 }
 
 impl Jwks {
@@ -190,33 +183,44 @@ impl Jwks {
         Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting, pausing, digests: RandomState::new() })))
     }
 
-    /// Fetches the keys now, however fresh they are, or joins the fetch in flight. Returns the number of keys.
+    /// Fetches the keys now, however fresh they are. Returns the number of keys. The response of a fetch in flight may be from before a key was
+    /// withdrawn: another one follows it.
     ///
     /// # Errors
     /// [`JwksError::TooSoon`] where a refresh was forced a moment ago; else where the keys could not be fetched: the cached ones stay.
     pub async fn refresh(&self) -> Result<usize, JwksError> {
-        let refresh = {
+        let began = Instant::now();
+        let in_flight = {
             let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
             if refreshing.last_forced_at.is_some_and(|at| at.elapsed() < self.0.settings.min_forced_gap) {
                 return Err(JwksError::TooSoon);
             }
-            refreshing.last_forced_at = Some(Instant::now());
-            match &refreshing.running {
-                Some(running) => running.clone(),
-                None => self.spawn_refresh(&mut refreshing),
-            }
+            refreshing.last_forced_at = Some(began);
+            refreshing.running.clone()
         };
-        refresh.await?;
+        if let Some(in_flight) = in_flight {
+            // Its failure is no failure of this one.
+            let _ = in_flight.await;
+        }
+        let is_requested_since = |fetched: &Arc<FetchedKeys>| fetched.requested_at >= began;
+        if !self.0.keys.load().as_ref().is_some_and(is_requested_since) {
+            let refresh = {
+                let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
+                refreshing.running.clone().unwrap_or_else(|| self.spawn_refresh(&mut refreshing))
+            };
+            refresh.await?;
+        }
         Ok(self.0.keys.load().as_ref().map_or(0, |fetched| fetched.keys.values().map(Vec::len).sum()))
     }
 
-    /// The keys that may have signed this token; none where a fetch that was complete has not found its key id.
+    /// The keys that may have signed this token; none where a complete fetch that began after the token was there has not found its key id.
     ///
     /// # Errors
     /// Where the id is unknown and the keys cannot be fetched at the moment.
     pub(super) async fn keys_for(&self, token: SignedToken<'_>) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
         let SignedToken { kid, algorithm, content, source } = token;
         let (began, gap) = (Instant::now(), self.0.settings.min_refresh_gap);
+        let digest = || self.0.digests.hash_one(content);
         let mut has_paused = false;
         loop {
             if let Some(fetched) = &*self.0.keys.load() {
@@ -224,22 +228,21 @@ impl Jwks {
                 if !found.is_empty() {
                     if fetched.at.elapsed() > self.0.settings.max_age {
                         // Not awaited: the cached keys serve until the new ones are there.
-                        if let Ok(refresh) = self.try_refresh() {
+                        if let Ok(refresh) = self.try_refresh(None) {
                             tokio::spawn(refresh);
                         }
                     }
                     return Ok(found);
                 }
-                let digest = self.0.digests.hash_one(content);
-                if fetched.at >= began {
-                    fetched.record_absent(digest);
-                    return Ok(found);
-                }
-                if source == TokenSource::Request && fetched.is_known_absent(digest, gap) {
+                // A repeated token does not wait for the gap again.
+                let is_repeated = source == TokenSource::Request
+                    && fetched.at.elapsed() < gap
+                    && fetched.awaited_by.contains(&digest());
+                if fetched.requested_at >= began || is_repeated {
                     return Ok(found);
                 }
             }
-            match self.try_refresh() {
+            match self.try_refresh(Some(digest())) {
                 Ok(refresh) => {
                     let Ok(_permit) = self.0.waiting.try_acquire() else { return Err(self.too_many(source)) };
                     refresh.await?;
@@ -262,9 +265,13 @@ impl Jwks {
         if is_flood { JwksError::TooManyUnknown } else { JwksError::TooManyWait }
     }
 
-    /// Joins the refresh in flight, or starts one unless the last attempt is too recent: then the pause until the next one may start.
-    fn try_refresh(&self) -> Result<Refresh, Duration> {
+    /// Joins the refresh in flight, or starts one unless the last attempt is too recent: then the pause until the next one may start. A token
+    /// whose digest is given waits for the next request of the keys.
+    fn try_refresh(&self, token: Option<u64>) -> Result<Refresh, Duration> {
         let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
+        if refreshing.awaiting.len() < MAX_AWAITING {
+            refreshing.awaiting.extend(token);
+        }
         if let Some(running) = &refreshing.running {
             return Ok(running.clone());
         }
@@ -306,19 +313,23 @@ impl Jwks {
         }
         let address = discovery.get("jwks_uri").and_then(Value::as_str).unwrap_or_default();
         require_https(address)?;
+        let awaited_by = mem::take(&mut self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner).awaiting);
+        let requested_at = Instant::now();
         let published = self.get(address).await?;
         let keys = read_keys(&published, settings.max_keys);
         if keys.is_empty() {
             return Err(JwksError::NoKeys(address.to_owned()));
         }
         debug!(keys = keys.len(), "the identity provider's keys were refreshed");
-        self.0.keys.store(Some(Arc::new(FetchedKeys { keys, at: Instant::now(), absent: Mutex::default() })));
+        self.0.keys.store(Some(Arc::new(FetchedKeys { keys, requested_at, at: Instant::now(), awaited_by })));
         Ok(())
     }
 
     async fn get(&self, url: &str) -> Result<Value, JwksError> {
         let failed = |reason: String| JwksError::Fetch { url: url.to_owned(), reason };
-        let response = self.0.client.get(url).send().await.map_err(|error| failed(error_chain(error)))?;
+        // A cache on the way may have a response from before a key was published, or withdrawn (RFC 9111, section 5.2.1.4).
+        let request = self.0.client.get(url).header(CACHE_CONTROL, "no-cache");
+        let response = request.send().await.map_err(|error| failed(error_chain(error)))?;
         if response.status() != 200 {
             return Err(failed(format!("status {}", response.status().as_u16())));
         }

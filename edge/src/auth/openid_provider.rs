@@ -9,7 +9,8 @@ use std::time::Duration;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC};
 use reqwest::{Client, RequestBuilder};
 use secrecy::{ExposeSecret as _, SecretString};
-use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 use thiserror::Error;
 use tokio::time::Instant;
@@ -61,11 +62,17 @@ pub(crate) struct ProviderMetadata {
     issuer: String,
     pub(crate) authorization_endpoint: Url,
     token_endpoint: Url,
+    #[serde(default, deserialize_with = "if_readable")]
     pub(crate) end_session_endpoint: Option<Url>,
-    #[serde(default)]
-    pub(crate) authorization_response_iss_parameter_supported: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "if_readable")]
+    authorization_response_iss_parameter_supported: Option<bool>,
+    #[serde(default, deserialize_with = "if_readable")]
     token_endpoint_auth_methods_supported: Option<Vec<String>>,
+}
+
+/// A field without which people can log in: where it has another form than the standard gives it, it is as if it were absent.
+fn if_readable<'de, D: Deserializer<'de>, T: DeserializeOwned>(field: D) -> Result<Option<T>, D::Error> {
+    Ok(serde_json::from_value(Value::deserialize(field)?).ok())
 }
 
 /// Issued tokens (RFC 6749, section 5.1).
@@ -357,6 +364,11 @@ fn life(value: &Value) -> Option<Duration> {
 }
 
 impl ProviderMetadata {
+    /// Whether each authorization response names the issuer (RFC 9207, section 3).
+    pub(crate) fn names_issuer_in_responses(&self) -> bool {
+        self.authorization_response_iss_parameter_supported == Some(true)
+    }
+
     /// Client authentication by Basic is the default, where the provider does not say it (OpenID Connect Discovery 1.0, section 3).
     fn takes(&self, method: &str) -> bool {
         self.token_endpoint_auth_methods_supported.is_none() || self.names(method)

@@ -4,6 +4,7 @@ use super::*;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
 
 /// Signed with a shared secret, under a header that declares it.
 fn hmac(header: &Value, claims: &Value, secret: &[u8], algorithm: Algorithm) -> String {
@@ -308,7 +309,13 @@ async fn slow_provider_times_out_and_few_requests_wait_for_it() {
 async fn unknown_key_is_no_wrong_one_where_too_many_wait() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let unknown = key("unknown", Algorithm::EdDSA);
-    let token = sign(&header_of(&unknown), &provider.claims(), &unknown);
+    let token_of = |jti: u32| {
+        let mut claims = provider.claims();
+        claims["jti"] = jti.into();
+        sign(&header_of(&unknown), &claims, &unknown)
+    };
+    // One that was there before a fetch is refused by it.
+    let (token, later) = (token_of(1), token_of(2));
     let with_max_age = |max_age| {
         let settings = JwksSettings { max_waiting: 0, max_age, ..provider.settings() };
         Authenticator::new(TokenRules::new(provider.issuer(), "gpuaas"), Jwks::new(settings).unwrap())
@@ -320,7 +327,7 @@ async fn unknown_key_is_no_wrong_one_where_too_many_wait() {
         let authenticator = with_max_age(max_age);
         assert_eq!(code_for(&authenticator, &token).await, Err(Code::ServiceUnavailable), "no keys are cached");
         authenticator.jwks().refresh().await.unwrap();
-        assert_eq!(code_for(&authenticator, &token).await, Err(expected), "{max_age:?}");
+        assert_eq!(code_for(&authenticator, &later).await, Err(expected), "{max_age:?}");
         assert_eq!(code_for(&authenticator, &provider.token(|_| ())).await, Ok(()), "its key is cached");
         let issued = authenticator.verify_issued_token(&token).await.map(drop).map_err(|error| error.code());
         assert_eq!(issued, Err(Code::ServiceUnavailable), "the provider itself has issued it");
@@ -351,6 +358,80 @@ async fn token_that_the_provider_has_just_issued_is_accepted_although_its_key_id
     assert_eq!(code_for(&authenticator, &token).await, Err(Code::Unauthenticated));
     provider.publish(vec![provider.keys[0].jwk.clone(), next.jwk.clone()]).await;
     assert!(authenticator.verify_issued_token(&token).await.is_ok());
+}
+
+/// The provider writes its next response with its present keys, and delivers it later.
+async fn publish_slowly(provider: &Provider) {
+    provider.server.reset().await;
+    provider.mock_discovery(&provider.issuer()).await;
+    let written = json!({"keys": provider.keys.iter().map(|key| &key.jwk).collect::<Vec<_>>()});
+    let response = ResponseTemplate::new(200).set_body_json(written).set_delay(Duration::from_secs(1));
+    Mock::given(path("/realms/gpu/certs")).respond_with(response).mount(&provider.server).await;
+}
+
+/// A token of a key that is not published causes a fetch, whose response is written when this returns.
+async fn begin_fetch(provider: &Provider, authenticator: &Arc<Authenticator>) -> JoinHandle<Result<(), Code>> {
+    let unknown = key("unknown", Algorithm::EdDSA);
+    let token = sign(&header_of(&unknown), &provider.claims(), &unknown);
+    let authenticator = Arc::clone(authenticator);
+    let begun = tokio::spawn(async move { code_for(&authenticator, &token).await });
+    while provider.fetches().await == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    begun
+}
+
+#[tokio::test]
+async fn token_of_a_new_key_that_joins_a_fetch_whose_response_was_written_before_is_accepted() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let authenticator = Arc::new(provider.authenticator());
+    publish_slowly(&provider).await;
+    let unknown = begin_fetch(&provider, &authenticator).await;
+    let next = key("next", Algorithm::EdDSA);
+    provider.publish(vec![provider.keys[0].jwk.clone(), next.jwk.clone()]).await;
+    let token = sign(&header_of(&next), &provider.claims(), &next);
+    assert_eq!(code_for(&authenticator, &token).await, Ok(()));
+    assert_eq!(unknown.await.unwrap(), Err(Code::Unauthenticated));
+}
+
+#[tokio::test]
+async fn repeated_token_of_an_unknown_key_is_refused_by_one_fetch_and_a_later_one_is_not_refused_by_it() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    // The next fetch is further off than a request waits.
+    let settings = JwksSettings { min_refresh_gap: Duration::from_secs(600), ..provider.settings() };
+    let rules = TokenRules::new(provider.issuer(), "gpuaas");
+    let authenticator = Arc::new(Authenticator::new(rules, Jwks::new(settings).unwrap()));
+    publish_slowly(&provider).await;
+    let (unknown, other) = (key("unknown", Algorithm::EdDSA), key("other", Algorithm::EdDSA));
+    let token = sign(&header_of(&unknown), &provider.claims(), &unknown);
+    let many = (0..50).map(|_| {
+        let (authenticator, token) = (Arc::clone(&authenticator), token.clone());
+        tokio::spawn(async move { code_for(&authenticator, &token).await })
+    });
+    let many: Vec<_> = many.collect();
+    while provider.fetches().await == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let later = sign(&header_of(&other), &provider.claims(), &other);
+    assert_eq!(code_for(&authenticator, &later).await, Err(Code::ServiceUnavailable));
+    for code in many {
+        assert_eq!(code.await.unwrap(), Err(Code::Unauthenticated));
+    }
+    assert_eq!(provider.fetches().await, 1);
+}
+
+#[tokio::test]
+async fn withdrawn_key_is_refused_after_a_forced_refresh_that_found_a_fetch_in_flight() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let authenticator = Arc::new(provider.authenticator());
+    let token = provider.token(|_| ());
+    assert_eq!(code_for(&authenticator, &token).await, Ok(()));
+    publish_slowly(&provider).await;
+    let unknown = begin_fetch(&provider, &authenticator).await;
+    provider.publish(vec![key("next", Algorithm::EdDSA).jwk]).await;
+    assert_eq!(authenticator.jwks().refresh().await.unwrap(), 1);
+    assert_eq!(code_for(&authenticator, &token).await, Err(Code::Unauthenticated));
+    assert_eq!(unknown.await.unwrap(), Err(Code::Unauthenticated));
 }
 
 #[tokio::test]

@@ -57,35 +57,51 @@ async fn id_and_logout_tokens_that_another_key_signed_are_refused() {
     assert!(authenticator.verify_logout_token(&logout_token, "console", Utc::now()).await.is_err());
 }
 
-#[tokio::test]
-async fn metadata_of_another_issuer_or_with_addresses_without_tls_is_refused() {
+/// Reads the metadata of a provider that writes a field of it like this.
+async fn read_metadata_with(name: &str, value: impl FnOnce(&str) -> Value) -> Result<(), String> {
     install_crypto();
     let server = MockServer::start().await;
-    let (issuer, plain) = (server.uri(), "http://idp.example/x");
-    let good = json!({
+    let issuer = server.uri();
+    let mut document = json!({
         "issuer": issuer, "authorization_endpoint": format!("{issuer}/authorize"), "token_endpoint": format!("{issuer}/token"),
         "end_session_endpoint": format!("{issuer}/logout"),
     });
-    let read = async |name: &str, value: &str| {
-        server.reset().await;
-        let mut document = good.clone();
-        document[name] = value.into();
-        let answer = ResponseTemplate::new(200).set_body_json(document);
-        Mock::given(path("/.well-known/openid-configuration")).respond_with(answer).mount(&server).await;
-        let settings =
-            LoginSettings { client_id: "console".into(), client_secret: None, scope: "openid".into(), resource: None };
-        let client = OpenIdProvider::new(issuer.clone(), "https://gpu.example/console/callback", None, settings);
-        client.unwrap().metadata().await.map(drop).map_err(|fault| fault.to_string())
-    };
-    read("issuer", &issuer).await.unwrap();
+    document[name] = value(&issuer);
+    let answer = ResponseTemplate::new(200).set_body_json(document);
+    Mock::given(path("/.well-known/openid-configuration")).respond_with(answer).mount(&server).await;
+    let settings =
+        LoginSettings { client_id: "console".into(), client_secret: None, scope: "openid".into(), resource: None };
+    let client = OpenIdProvider::new(issuer, "https://gpu.example/console/callback", None, settings).unwrap();
+    client.metadata().await.map(drop).map_err(|fault| fault.to_string())
+}
+
+#[tokio::test]
+async fn metadata_of_another_issuer_or_with_addresses_without_tls_is_refused() {
+    read_metadata_with("issuer", |issuer| json!(issuer)).await.unwrap();
+    let plain = "http://idp.example/x";
     for (name, value, why) in [
         ("issuer", "https://other.example", "another issuer"),
         ("authorization_endpoint", plain, "no https address"),
         ("token_endpoint", plain, "no https address"),
         ("end_session_endpoint", plain, "no https address"),
     ] {
-        let refused = read(name, value).await.unwrap_err();
+        let refused = read_metadata_with(name, |_| json!(value)).await.unwrap_err();
         assert!(refused.contains(why), "{name}: {refused}");
+    }
+}
+
+#[tokio::test]
+async fn metadata_whose_optional_fields_have_other_forms_is_used_without_them() {
+    for (name, odd) in [
+        ("end_session_endpoint", json!("")),
+        ("end_session_endpoint", json!(null)),
+        ("authorization_response_iss_parameter_supported", json!(null)),
+        ("authorization_response_iss_parameter_supported", json!("false")),
+        ("token_endpoint_auth_methods_supported", json!("client_secret_post")),
+        ("token_endpoint_auth_methods_supported", json!({})),
+    ] {
+        let read = read_metadata_with(name, |_| odd.clone()).await;
+        assert_eq!(read, Ok(()), "{name} {odd}");
     }
 }
 
