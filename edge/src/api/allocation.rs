@@ -121,9 +121,10 @@ pub(super) async fn list(
 ) -> Result<Json<Items<AllocationView>>, ApiError> {
     let filter = &listing.filter;
     let owner = visible_owner(&context, filter.user_id.as_deref())?;
-    // A node has had many tenants: its present ones are on the first page.
-    let order = if filter.node_id.is_some() { Order::NewestFirst } else { Order::OldestFirst };
-    let page = listing.page("allocations", owner.as_deref().unwrap_or_default(), order)?;
+    // A node has had many tenants: its present ones are on the first page. Replicas of an earlier release began with the oldest.
+    let orders: &[Order] =
+        if filter.node_id.is_some() { &[Order::NewestFirst, Order::OldestFirst] } else { &[Order::OldestFirst] };
+    let (page, order) = listing.page_in_orders("allocations", owner.as_deref().unwrap_or_default(), orders)?;
     let sku = match &filter.sku {
         Some(sku) => Some(sku::id_in_filter(&app, sku).await?),
         None => None,

@@ -54,6 +54,16 @@ pub enum Order {
     OldestFirst,
 }
 
+impl Order {
+    /// As page tokens are bound to it.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::NewestFirst => "newest-first",
+            Self::OldestFirst => "oldest-first",
+        }
+    }
+}
+
 /// The position of an item in its list. Times are compared in microseconds, as Postgres stores them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
@@ -133,18 +143,26 @@ impl<F: Serialize> Listing<F> {
     /// # Errors
     /// `invalid_request` where the token is not one of this list, filter and order.
     pub fn page(&self, name: &str, owner: &str, order: Order) -> Result<Page, ApiError> {
+        self.page_in_orders(name, owner, &[order]).map(|(page, _)| page)
+    }
+
+    /// The requested page of a list whose order differs between releases, and its order: the first one given, unless the token is of another. While
+    /// replicas are upgraded, a list goes on in the order in which it began.
+    ///
+    /// # Errors
+    /// `invalid_request` where the token is not one of this list and filter, in any of the orders.
+    pub fn page_in_orders(&self, name: &str, owner: &str, orders: &[Order]) -> Result<(Page, Order), ApiError> {
         let filter = serde_json::to_vec(&self.filter).map_err(ApiError::internal)?;
-        let order = match order {
-            Order::NewestFirst => "newest-first",
-            Order::OldestFirst => "oldest-first",
-        };
-        let binding = digest([name.as_bytes(), owner.as_bytes(), order.as_bytes(), &filter]);
-        let after = self.page_token.as_deref().map(|token| {
-            open(token, &binding).ok_or_else(|| {
-                refuse("page_token", "is not the next_page of this list with this filter; begin again without it")
-            })
+        let binding = |order: Order| digest([name.as_bytes(), owner.as_bytes(), order.name().as_bytes(), &filter]);
+        let mut pages = orders.iter().filter_map(|order| {
+            let binding = binding(*order);
+            let after = self.page_token.as_deref().map(|token| open(token, &binding));
+            let is_of_order = after.is_none_or(|after| after.is_some());
+            is_of_order.then(|| (Page { after: after.flatten(), limit: self.limit, binding }, *order))
         });
-        Ok(Page { after: after.transpose()?, limit: self.limit, binding })
+        pages.next().ok_or_else(|| {
+            refuse("page_token", "is not the next_page of this list with this filter; begin again without it")
+        })
     }
 }
 
@@ -353,6 +371,22 @@ mod tests {
         ] {
             assert_eq!(refused, Err(Code::InvalidRequest));
         }
+    }
+
+    #[test]
+    fn list_whose_order_differs_between_releases_goes_on_in_the_order_of_its_token() {
+        let orders = [Order::NewestFirst, Order::OldestFirst];
+        for order in orders {
+            let page = listing("limit=1&state=active").unwrap().page("nodes", "ann", order).unwrap();
+            let token = page.answer(rows(2), |row| *row, |row| row).next_page.unwrap();
+            let next = listing(&format!("limit=1&state=active&page_token={token}")).unwrap();
+            let (next, found) = next.page_in_orders("nodes", "ann", &orders).unwrap();
+            assert_eq!((next.after, found), (Some(rows(1)[0]), order));
+            let other = listing(&format!("limit=1&page_token={token}")).unwrap();
+            assert!(other.page_in_orders("nodes", "ann", &orders).is_err(), "of another filter");
+        }
+        let (first, order) = listing("").unwrap().page_in_orders("nodes", "ann", &orders).unwrap();
+        assert_eq!((first.after, order), (None, Order::NewestFirst));
     }
 
     proptest! {

@@ -1,9 +1,14 @@
 //! Names and labels of nodes and allocations: setting, changing, showing and filtering.
 
 use super::harness::{ApiHarness, PlacementOutcome, TestResponse, node_body};
-use axum::http::Method;
+use crate::api::allocation::AllocationFilter;
+use crate::http::pagination::{Listing, Order, Position};
+use axum::extract::FromRequestParts as _;
+use axum::http::{Method, Request};
+use chrono::DateTime;
 use domain::allocation::{Allocation, Fact};
 use serde_json::{Value, json};
+use uuid::Uuid;
 
 const ALLOCATIONS: &str = "/api/v1/allocations";
 const NODES: &str = "/api/v1/admin/nodes";
@@ -301,6 +306,14 @@ async fn allocations_of_a_node_are_those_on_it_and_its_former_ones() {
     assert_eq!(first["items"][0]["id"], present["id"]);
     let token = first["next_page"].as_str().unwrap();
     assert_eq!(ids(&api, &format!("{of_node}&limit=1&page_token={token}"), None).await, [id(&former)]);
+    // A list that a replica of an earlier release has begun with an older one.
+    let (mut parts, ()) = Request::get(format!("{of_node}&limit=1")).body(()).unwrap().into_parts();
+    let listing = Listing::<AllocationFilter>::from_request_parts(&mut parts, &()).await.unwrap();
+    let page = listing.page("allocations", "", Order::OldestFirst).unwrap();
+    let older = Position { created_at: DateTime::UNIX_EPOCH, id: Uuid::nil() };
+    let begun = page.answer(vec![older; 2], |row| *row, |_| ()).next_page.unwrap();
+    assert_eq!(ids(&api, &format!("{of_node}&page_token={begun}"), None).await, [id(&former), id(&present)]);
+
     let elsewhere = format!("{ALLOCATIONS}?node_id={other}&limit=1&page_token={token}");
     assert_eq!(api.get(&elsewhere).admin().send().await.refused(400, "invalid_request")["field"], "page_token");
     let bad = api.get(&format!("{ALLOCATIONS}?node_id=here")).admin().send().await;
