@@ -78,7 +78,10 @@ impl PendingLogout {
         if let Some(id_token) = &self.id_token {
             query.append_pair("id_token_hint", id_token.expose_secret());
         }
-        query.append_pair("post_logout_redirect_uri", &back);
+        // Amazon Cognito has a name of its own for it; other providers ignore what they do not know.
+        for name in ["post_logout_redirect_uri", "logout_uri"] {
+            query.append_pair(name, &back);
+        }
         query.append_pair("client_id", &provider.settings.client_id);
         drop(query);
         url

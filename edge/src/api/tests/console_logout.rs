@@ -72,7 +72,9 @@ async fn logout_takes_the_id_token_to_the_provider_past_every_script() {
     assert!(url.as_str().starts_with(&provider.issuer()), "{url}");
     let asked: std::collections::BTreeMap<_, _> = url.query_pairs().into_owned().collect();
     assert_eq!(asked["client_id"], CONSOLE_CLIENT_ID);
-    assert_eq!(asked["post_logout_redirect_uri"], "https://api.gpu.example/console/");
+    for name in ["post_logout_redirect_uri", "logout_uri"] {
+        assert_eq!(asked[name], "https://api.gpu.example/console/");
+    }
     assert!(asked["id_token_hint"].starts_with("eyJ"));
     assert_eq!(gone.headers["referrer-policy"], "no-referrer");
     assert_eq!(gone.headers["cache-control"], "no-store");
