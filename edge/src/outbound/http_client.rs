@@ -1,8 +1,11 @@
 //! Rules for every outbound HTTP request: TLS is required, and responses are bounded in length.
 
 use std::error::Error;
+use std::time::Duration;
 
-use reqwest::header::{CONTENT_TYPE, HeaderMap};
+use chrono::{DateTime, Utc};
+use failures::retry_after;
+use reqwest::header::{CONTENT_TYPE, DATE, HeaderMap, RETRY_AFTER};
 use reqwest::{Certificate, Client, ClientBuilder, Response, Url, redirect};
 use wire::address::is_this_machine;
 
@@ -46,6 +49,12 @@ pub(crate) fn one_line(text: &str, max_chars: usize) -> String {
     let turns = |c: char| matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let words = text.split(|c: char| c.is_control() || c.is_whitespace() || turns(c)).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join(" ").chars().take(max_chars).collect()
+}
+
+/// How long the server asks to wait (`Retry-After`), by its own clock where the answer has a `Date`: that of this machine may differ.
+pub(crate) fn retry_after(headers: &HeaderMap, now: DateTime<Utc>) -> Option<Duration> {
+    let text = |name| headers.get(name)?.to_str().ok();
+    retry_after::parse(text(RETRY_AFTER)?, text(DATE).and_then(retry_after::date).unwrap_or(now))
 }
 
 /// Whether the answer is a page for people: what is there is another service, or a proxy's login.

@@ -4,10 +4,13 @@
 mod tests;
 
 use crate::http::error::{ApiError, Code};
-use crate::outbound::http_client::{client_builder, error_chain, is_tls_failure, is_web_page, read_bounded_body};
+use crate::outbound::http_client::{
+    client_builder, error_chain, is_tls_failure, is_web_page, read_bounded_body, retry_after,
+};
 use crate::outbound::service_access::{ServiceAccess, ServiceAccessError};
 use axum::body::Bytes;
-use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderValue, LOCATION, RETRY_AFTER};
+use chrono::Utc;
+use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderValue, LOCATION};
 use reqwest::{Client, StatusCode, Url};
 use std::time::Duration;
 use strum::{EnumIter, IntoStaticStr};
@@ -23,7 +26,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const REFUSAL_BYTES: usize = 16 * 1024;
 const REFUSAL_SHOWN: usize = 300;
 /// The longest pause that is passed on from the store to a collector.
-const RETRY_AFTER_MAX: u64 = 300;
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(300);
 
 /// What Loki says of lines, in lower case (`pkg/validation/validate.go` and `pkg/loghttp/push` of grafana/loki).
 const LOKI_REFUSALS: [&str; 17] = [
@@ -243,10 +246,8 @@ fn kind_of(status: StatusCode, is_page: bool, body: &str) -> (PushFailureKind, O
     }
 }
 
-/// In seconds; a store's date is not passed on, since its clock is another one.
 fn pause(headers: &HeaderMap) -> Option<Duration> {
-    let seconds: u64 = headers.get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
-    Some(Duration::from_secs(seconds.clamp(1, RETRY_AFTER_MAX)))
+    Some(retry_after(headers, Utc::now())?.clamp(Duration::from_secs(1), RETRY_AFTER_MAX))
 }
 
 const fn operators_step(kind: PushFailureKind) -> &'static str {

@@ -5,7 +5,7 @@
 //! not used, and only the status and `Retry-After` of a response are read.
 
 use crate::outbound::host_address::is_localhost_name;
-use crate::outbound::http_client::{client_builder, error_chain};
+use crate::outbound::http_client::{client_builder, error_chain, retry_after};
 use crate::outbound::node_probe::{DeniedAddress, Resolve, SystemResolver, embedded_or_same};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -152,8 +152,7 @@ fn check_response(answer: &Response, now: DateTime<Utc>) -> Result<(), DeliveryF
     if status.is_success() {
         return Ok(());
     }
-    let retry_after = answer.headers().get(header::RETRY_AFTER);
-    let wait = retry_after.and_then(|value| failures::retry_after::parse(value.to_str().ok()?, now));
+    let wait = retry_after(answer.headers(), now);
     let redirected = if status.is_redirection() { "; redirects are not followed" } else { "" };
     Err(DeliveryFailure {
         is_gone: status == StatusCode::GONE,
@@ -310,12 +309,16 @@ mod tests {
     }
 
     #[test]
-    fn retry_after_of_a_receiver_is_seconds_or_a_date() {
+    fn retry_after_of_a_receiver_is_seconds_or_a_date_by_its_own_clock() {
         let now = DateTime::parse_from_rfc3339("2026-11-26T12:00:00Z").unwrap().to_utc();
-        let wait = |value: &str| {
-            let answer = axum::http::Response::builder().status(503).header(header::RETRY_AFTER, value).body("");
+        let answered = |headers: &[(header::HeaderName, &str)]| {
+            let answer = axum::http::Response::builder().status(503);
+            let answer = headers.iter().fold(answer, |answer, (name, value)| answer.header(name, *value)).body("");
             check_response(&Response::from(answer.unwrap()), now).unwrap_err().retry_after_seconds
         };
+        let wait = |value: &str| answered(&[(header::RETRY_AFTER, value)]);
+        let an_hour_late = (header::DATE, "Thu, 26 Nov 2026 11:00:00 GMT");
+        assert_eq!(answered(&[an_hour_late, (header::RETRY_AFTER, "Thu, 26 Nov 2026 11:02:00 GMT")]), Some(120));
         for (value, seconds) in [
             ("120", Some(120)),
             ("Thu, 26 Nov 2026 12:02:00 GMT", Some(120)),

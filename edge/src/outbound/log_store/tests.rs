@@ -134,12 +134,18 @@ async fn tenant_and_credentials_are_sent_and_the_stores_pause_is_passed_on() {
     let refused = client(&server.uri()).check().await.unwrap_err();
     assert!(refused.contains("SVC_LOG_STORE_TENANT") && refused.contains("no org id"), "{refused}");
 
-    let busy = ResponseTemplate::new(429).insert_header("Retry-After", "7").set_body_string("rate limit");
-    let busy = store_that_answers(busy).await;
-    let failure = failure_at(&busy.uri()).await;
-    assert_eq!((failure.kind, failure.retry_after), (PushFailureKind::RateLimit, Some(Duration::from_secs(7))));
-    // It is there, and admits this service.
-    client(&busy.uri()).check().await.unwrap();
+    // The clock of a store may be years away from this machine's.
+    for (pause, seconds) in [("7", 7), ("Thu, 26 Nov 2020 12:00:25 GMT", 25)] {
+        let busy = ResponseTemplate::new(429).insert_header("Date", "Thu, 26 Nov 2020 12:00:00 GMT");
+        let busy = store_that_answers(busy.insert_header("Retry-After", pause).set_body_string("rate limit")).await;
+        let failure = failure_at(&busy.uri()).await;
+        assert_eq!(
+            (failure.kind, failure.retry_after),
+            (PushFailureKind::RateLimit, Some(Duration::from_secs(seconds)))
+        );
+        // It is there, and admits this service.
+        client(&busy.uri()).check().await.unwrap();
+    }
 }
 
 #[tokio::test]
