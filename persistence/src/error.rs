@@ -43,9 +43,11 @@ impl StoreError {
             | sqlx::Error::PoolClosed
             | sqlx::Error::WorkerCrashed => true,
             sqlx::Error::Database(error) => {
-                // Rollbacks, too many connections, statements that took too long, locks that are not available.
+                // Rollbacks, too many connections, statements that took too long, locks that are not
+                // available. A session that the server does not open has no statement to blame, whatever the reason.
                 let code = error.code().unwrap_or_default();
                 ended_sessions::ends_sessions(&self.source)
+                    || ended_sessions::has_closed_session(&self.source)
                     || ["40", "53300", "57014", "55P03"].iter().any(|class| code.starts_with(class))
             }
             _ => false,

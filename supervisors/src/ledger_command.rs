@@ -1,7 +1,7 @@
 //! `gpuaas ledger`: recomputes every balance from its postings.
 
 use anyhow::Context;
-use domain::money::MicroAmount;
+use domain::money::{Currency, MicroAmount};
 use persistence::Reads;
 use persistence::pool::{self, PoolConfig};
 use persistence::queries::LedgerReport;
@@ -84,8 +84,13 @@ fn print_report(out: &mut impl Write, as_json: bool, report: &LedgerReport) -> s
         )?;
     }
     for (currency, books) in &report.books {
-        let books: Vec<_> = books.iter().map(|(book, micro)| format!("{book} {}", MicroAmount::of(*micro))).collect();
-        writeln!(out, "{currency}, in minor units: {}", books.join(", "))?;
+        let known = Currency::parse(currency).ok();
+        let shown = |micro: i64| match &known {
+            Some(known) => MicroAmount::of(micro).in_currency(known),
+            None => format!("{} minor units", MicroAmount::of(micro)),
+        };
+        let books: Vec<_> = books.iter().map(|(book, micro)| format!("{book} {}", shown(*micro))).collect();
+        writeln!(out, "{currency}: {}", books.join(", "))?;
     }
     let (accounts, postings) = (report.accounts, report.postings);
     writeln!(

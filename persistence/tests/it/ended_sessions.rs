@@ -5,6 +5,7 @@ use domain::commit::CommitOutcome;
 use persistence::membership::Member;
 use persistence::pool::{PoolConfig, open};
 use persistence::{Cluster, StoreError};
+use secrecy::ExposeSecret as _;
 use sqlx::{AssertSqlSafe, PgPool};
 use std::time::Duration;
 
@@ -84,6 +85,21 @@ async fn statement_whose_plan_the_server_refuses_succeeds_on_another_session() {
     store.db.execute("ALTER TABLE member ALTER COLUMN name TYPE varchar(200)").await;
     assert_unavailable(&cluster.members().await, "cached plan");
     assert_eq!(cluster.members().await.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn server_that_opens_no_session_is_unavailable_whatever_reason_it_names() {
+    let store = TestStore::new().await;
+    let url = store.db.pool_config().url.expose_secret().to_owned();
+    // As while a database is restored, and while its roles are changed.
+    for (other, cause) in [
+        (url.replace(&format!("/{}?", store.db.name()), "/not_restored?"), "not_restored"),
+        (url.replace("postgres://", "postgres://withdrawn_"), "withdrawn_"),
+    ] {
+        assert_ne!(other, url);
+        let pool = open(&PoolConfig { url: other.into(), ..store.db.pool_config() }).unwrap();
+        assert_unavailable(&Cluster::new(pool).members().await, cause);
+    }
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Files of settings, as systemd reads them (`EnvironmentFile=` of `systemd.exec(5)`). A line that systemd would ignore is refused here, since
 //! it is a mistake.
 
-use super::variables::{ConfigError, Problem};
+use super::variables::{BYTE_ORDER_MARK, ConfigError, Problem};
 use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::Path;
@@ -79,6 +79,10 @@ fn assignment(text: &str) -> (Line, &str) {
     let end = text.find('\n').unwrap_or(text.len());
     let after_line = text.get(end + 1..).unwrap_or_default();
     let line = text[..end].trim();
+    if line.starts_with(BYTE_ORDER_MARK) {
+        let why = "begins with a byte-order mark, which no editor shows, and which systemd takes for a part of the line: save the file as UTF-8 without it";
+        return (Line::Wrong(why), after_line);
+    }
     if line.is_empty() || line.starts_with(['#', ';']) {
         return (Line::Blank, after_line);
     }
@@ -159,6 +163,19 @@ mod tests {
             ("J", "last"),
         ];
         assert_eq!(values, expected);
+    }
+
+    #[test]
+    fn byte_order_mark_is_named_where_it_spoils_the_first_line() {
+        for text in ["\u{feff}A=1\nB=2\n", "\u{feff}# settings\r\nB=2\r\n"] {
+            let file = EnvFile::parse(text);
+            let problems: Vec<String> = file.problems.iter().map(ToString::to_string).collect();
+            assert!(
+                matches!(problems.as_slice(), [one] if one.starts_with("line 1 begins with a byte-order mark")),
+                "{problems:?}"
+            );
+            assert_eq!(file.values.into_keys().collect::<Vec<_>>(), ["B"]);
+        }
     }
 
     #[test]

@@ -247,7 +247,7 @@ impl<'a> Variables<'a> {
     }
 }
 
-const BYTE_ORDER_MARK: char = '\u{feff}';
+pub(super) const BYTE_ORDER_MARK: char = '\u{feff}';
 
 /// Reads an address of one kind.
 pub(super) type AddressParser<T> = fn(&str) -> Result<T, AddressError>;

@@ -27,7 +27,7 @@ use crate::explanation::{Explanation, RejectionCode};
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, UserId};
 use crate::ledger::PostingKind;
-use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price, minor_in_currency};
 use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
@@ -111,7 +111,7 @@ pub enum Reply {
 pub enum Rejection {
     #[error("there is no such billing account")]
     NotFound,
-    #[error("{needed} minor units are needed, and {available} are available")]
+    #[error("{} are needed, and {} are available", text_of(*.needed, .currency.as_ref()), text_of(*.available, .currency.as_ref()))]
     InsufficientBalance {
         needed: MicroAmount,
         available: MicroAmount,
@@ -121,15 +121,20 @@ pub enum Rejection {
     },
     #[error("the account is in {account}, and this is in {given}")]
     CurrencyDiffers { account: String, given: String },
-    #[error("an adjustment is at most {max} minor units, and not zero")]
-    Amount { max: i64 },
-    #[error("an account holds at most {HIGHEST_BALANCE_MINOR} minor units")]
+    #[error("an adjustment is at most {}, and not zero", minor_in_currency(*.max, .currency.as_ref()))]
+    Amount {
+        max: i64,
+        /// The account's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<Currency>,
+    },
+    #[error("an account holds at most {}", minor_in_currency(HIGHEST_BALANCE_MINOR, .currency.as_ref()))]
     Full {
         /// The account's; `None` from a member of an earlier release.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         currency: Option<Currency>,
     },
-    #[error("{left} minor units of the allocation's cost can be credited")]
+    #[error("{} of the allocation's cost can be credited", text_of(*.left, .currency.as_ref()))]
     MoreThanCost {
         left: MicroAmount,
         /// The account's; `None` from a member of an earlier release.
@@ -168,17 +173,18 @@ impl state_machine::Rejection for Rejection {
             ))
             .detail("field", "currency")
             .detail("currency", account),
-            Self::Amount { max } => Explanation::invalid(
+            Self::Amount { max, currency } => Explanation::invalid(
                 format!(
-                    "`amount_minor` must be from -{max} to {max}, and not 0; policy \
-                 `billing.adjustment_max_minor` says so."
+                    "An adjustment is from {} to {}, and not zero, as policy `billing.adjustment_max_minor` says.",
+                    minor_in_currency(-max, currency.as_ref()),
+                    minor_in_currency(max, currency.as_ref())
                 ),
                 "amount_minor",
             )
             .limited_by(PolicyKey::BillingAdjustmentMax, max),
             Self::Full { currency } => {
-                let most = MicroAmount::of_minor(HIGHEST_BALANCE_MINOR).unwrap_or_default();
-                Explanation::conflict(format!("No account holds more than {}; give less.", text_of(most, currency.as_ref())))
+                let most = minor_in_currency(HIGHEST_BALANCE_MINOR, currency.as_ref());
+                Explanation::conflict(format!("No account holds more than {most}; give less."))
             }
             Self::MoreThanCost { left, currency } => Explanation::conflict(format!(
                 "Of what the allocation has cost {} are left that were not given back; leave `amount_minor` out for all of it.",
@@ -461,7 +467,7 @@ impl BillingAccount {
         let max = ctx.policy.int(PolicyKey::BillingAdjustmentMax, &self.scopes(), ctx.now);
         let amount =
             MicroAmount::of_minor(amount_minor).filter(|_| amount_minor != 0 && (-max..=max).contains(&amount_minor));
-        let amount = amount.ok_or(Rejection::Amount { max })?;
+        let amount = amount.ok_or_else(|| Rejection::Amount { max, currency: Some(self.currency.clone()) })?;
         self.in_currency(currency)?;
         let mut draft = AccountUpdate::of(self);
         draft.settle(ctx);

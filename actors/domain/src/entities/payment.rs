@@ -28,7 +28,7 @@ use crate::authz::Principal;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId, UserId};
-use crate::money::{Currency, HIGHEST_BALANCE_MINOR, MicroAmount};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR, minor_in_currency};
 use crate::policy::{PolicyKey, Scopes};
 use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
@@ -183,7 +183,7 @@ pub enum Rejection {
     NotFound,
     #[error("there is another payment of this id")]
     Exists,
-    #[error("a deposit is between {min} and {max} minor units")]
+    #[error("a deposit is between {} and {}", minor_in_currency(*.min, .currency.as_ref()), minor_in_currency(*.max, .currency.as_ref()))]
     Amount {
         min: i64,
         max: i64,
@@ -205,7 +205,7 @@ pub enum Rejection {
     NotPaid { state: PhaseName },
     #[error("it was paid longer than {days} days ago")]
     TooLate { days: i64 },
-    #[error("{left} minor units of the payment can be refunded")]
+    #[error("{} of the payment can be refunded", minor_in_currency(*.left, .currency.as_ref()))]
     MoreThanLeft {
         left: i64,
         /// The payment's; `None` from a member of an earlier release.
@@ -216,7 +216,7 @@ pub enum Rejection {
     TooManyRefunds,
     #[error("the payment has no such refund, or nothing was taken for it")]
     RefundUnknown,
-    #[error("{least} minor units are the least that can be refunded in {}", .currency.as_str())]
+    #[error("{} are the least that can be refunded in {}", minor_in_currency(*.least, .paid.as_ref()), .currency.as_str())]
     LessThanCharged {
         least: i64,
         /// In which it was charged.
@@ -247,8 +247,8 @@ impl state_machine::Rejection for Rejection {
                 format!(
                     "A payment is from {} to {}, as policies `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor` say; pay in an \
                      amount between them: `gpuctl billing top-up --amount AMOUNT`.",
-                    text_of(min, currency.as_ref()),
-                    text_of(max, currency.as_ref())
+                    minor_in_currency(min, currency.as_ref()),
+                    minor_in_currency(max, currency.as_ref())
                 ),
                 "amount_minor",
             )
@@ -291,7 +291,7 @@ impl state_machine::Rejection for Rejection {
             Self::MoreThanLeft { left, currency } => Explanation::invalid(
                 format!(
                     "Of the payment {} are left; give back no more, and more than nothing, or leave `amount_minor` out for all of it.",
-                    text_of(left, currency.as_ref())
+                    minor_in_currency(left, currency.as_ref())
                 ),
                 "amount_minor",
             )
@@ -303,7 +303,7 @@ impl state_machine::Rejection for Rejection {
                 format!(
                     "At least {} can be given back: the payment was charged in {}, and less is not a whole amount there. Give back more, or \
                      leave `amount_minor` out for all of it.",
-                    text_of(least, paid.as_ref()),
+                    minor_in_currency(least, paid.as_ref()),
                     currency.as_str()
                 ),
                 "amount_minor",
@@ -670,17 +670,9 @@ impl Payment {
     }
 }
 
-/// The amount for people: in the currency, where that is known.
-fn text_of(minor: i64, currency: Option<&Currency>) -> String {
-    match (MicroAmount::of_minor(minor), currency) {
-        (Some(amount), Some(currency)) => amount.in_currency(currency),
-        (_, _) => format!("{minor} minor units"),
-    }
-}
-
 /// True of a valid amount in minor units.
 fn differs(expected: i64, expected_in: &Currency, given: i64, given_in: &Currency) -> Rejection {
-    let described = |amount: i64, currency: &Currency| text_of(amount, Some(currency));
+    let described = |amount: i64, currency: &Currency| minor_in_currency(amount, Some(currency));
     Rejection::Differs { expected: described(expected, expected_in), given: described(given, given_in) }
 }
 

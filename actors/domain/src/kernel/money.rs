@@ -172,6 +172,16 @@ impl std::iter::Sum for MicroAmount {
     }
 }
 
+/// Minor units as people read them: in their currency, where that is known.
+#[must_use]
+pub fn minor_in_currency(minor: i64, currency: Option<&Currency>) -> String {
+    match (MicroAmount::of_minor(minor), currency) {
+        (Some(amount), Some(currency)) => amount.in_currency(currency),
+        (None, Some(currency)) => format!("{minor} minor units of {}", currency.as_str()),
+        (_, None) => format!("{minor} minor units"),
+    }
+}
+
 /// `number` × 10^-`decimals`, with all decimals: `-12.34567890`.
 #[must_use]
 pub fn decimal(number: i64, decimals: usize) -> String {

@@ -29,7 +29,7 @@ fn value_outside_a_policy_is_refused_with_its_key() {
         (tenant::Rejection::TooManyServiceAccounts { limit: 7 }.explain(), PolicyKey::AuthServiceAccountsPerUser),
         (tenant::Rejection::TooManyTerminals { limit: 7 }.explain(), PolicyKey::TerminalSessionsPerAllocation),
         (service_account::Rejection::TooManyKeys { limit: 7 }.explain(), PolicyKey::AuthServiceAccountKeysMax),
-        (billing_account::Rejection::Amount { max: 7 }.explain(), PolicyKey::BillingAdjustmentMax),
+        (billing_account::Rejection::Amount { max: 7, currency: None }.explain(), PolicyKey::BillingAdjustmentMax),
         (billing_account::Rejection::TooLate { days: 7 }.explain(), PolicyKey::AllocationRefundWindow),
         (payment::Rejection::Amount { min: 1, max: 7, currency: None }.explain(), PolicyKey::BillingMaximumDeposit),
         (payment::Rejection::TooLate { days: 7 }.explain(), PolicyKey::AllocationRefundWindow),
@@ -139,7 +139,8 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
             currency: None,
         },
         billing_account::Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
-        billing_account::Rejection::Amount { max: 7 },
+        billing_account::Rejection::Amount { max: 7, currency: Some(eur()) },
+        billing_account::Rejection::Amount { max: 7, currency: None },
         billing_account::Rejection::Full { currency: domain::money::Currency::parse("EUR").ok() },
         billing_account::Rejection::MoreThanCost {
             left: domain::money::MicroAmount::of(7),

@@ -112,7 +112,7 @@ async fn invalid_amount_is_refused_by_field_name() {
         let answer = api.post(&path).user("biller").key(amount).text(body).send().await;
         // It is read as 1000, which the policy does not allow.
         answer.refused(400, "invalid_request");
-        assert!(answer.line().contains("from -500 to 500"), "{amount}: {}", answer.line());
+        assert!(answer.line().contains("from -5.00 EUR to 5.00 EUR"), "{amount}: {}", answer.line());
     }
     refusals.push(adjust(&api, account, "k", json!(-1)).await.line());
     let nobody = adjust(&api, Uuid::from_u128(7), "nobody", json!(1)).await;

@@ -169,8 +169,11 @@ async fn opaque_token_and_id_token_of_google_are_refused_with_the_reason() {
 }
 
 #[test]
-fn every_section_of_a_provider_is_tried() {
+fn every_section_of_a_provider_is_tried_and_says_how_users_log_in() {
     let with_settings = PAGE.split("\n## ").filter(|section| section.contains("```env\n"));
     let titles: Vec<_> = with_settings.map(|section| section.lines().next().unwrap()).collect();
     assert_eq!(titles, SECTIONS.map(|(title, ..)| title));
+    for title in titles.into_iter().filter(|title| *title != "Other providers") {
+        assert!(section(title).contains("Users log in with `gpuctl login"), "{title}");
+    }
 }

@@ -370,5 +370,5 @@ impl AccountUpdate {
 
 fn checked_amount(minor: i64) -> Result<MicroAmount, Rejection> {
     let amount = MicroAmount::of_minor(minor).filter(|_| (1..=HIGHEST_BALANCE_MINOR).contains(&minor));
-    amount.ok_or(Rejection::Amount { max: HIGHEST_BALANCE_MINOR })
+    amount.ok_or(Rejection::Amount { max: HIGHEST_BALANCE_MINOR, currency: None })
 }

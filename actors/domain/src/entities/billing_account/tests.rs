@@ -483,7 +483,11 @@ fn operator_credits_within_bounds_and_debits_available_money() {
         bench.send(Request::Adjust { amount_minor, currency: eur(), reason: "r".into() })
     };
     for amount in [0, i64::MIN, i64::MAX, 100_000_001, -100_000_001] {
-        assert_eq!(adjust(&mut bench, amount), Err(Rejection::Amount { max: 100_000_000 }), "{amount}");
+        assert_eq!(
+            adjust(&mut bench, amount),
+            Err(Rejection::Amount { max: 100_000_000, currency: Some(eur()) }),
+            "{amount}"
+        );
     }
     assert!(matches!(adjust(&mut bench, -101), Err(Rejection::InsufficientBalance { .. })));
     adjust(&mut bench, -100).unwrap();

@@ -6,7 +6,7 @@
 use super::reversal::ReportedReversal;
 use super::{Payment, Phase, PhaseName, Rejection, Reply, ReversalStep, differs};
 use crate::audit::{AuditAction, AuditRecord};
-use crate::money::{Currency, MicroAmount};
+use crate::money::{Currency, minor_in_currency};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -125,10 +125,7 @@ impl Payment {
     #[must_use]
     pub fn review_reason(&self) -> Option<String> {
         let it = self.under_review()?;
-        let shown = |minor: i64, currency: &Currency| match MicroAmount::of_minor(minor) {
-            Some(amount) => amount.in_currency(currency),
-            None => format!("{minor} minor units of {}", currency.as_str()),
-        };
+        let shown = |minor: i64, currency: &Currency| minor_in_currency(minor, Some(currency));
         let paid = shown(it.amount_minor, &it.currency);
         if let Some(ended) = self.ended_review(&it.processor_id) {
             return Some(format!(

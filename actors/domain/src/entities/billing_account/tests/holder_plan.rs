@@ -75,7 +75,7 @@ fn account_uses_the_policies_of_its_holder_and_plan() {
                 assert_eq!(resolved.by, Some((scope.clone(), Timestamp::UNIX_EPOCH)), "{} of {holder}", key.name());
             }
             let adjustment = |amount_minor| Request::Adjust { amount_minor, currency: eur(), reason: "r".into() };
-            assert_eq!(bench.send(adjustment(value + 1)), Err(Rejection::Amount { max: value }));
+            assert_eq!(bench.send(adjustment(value + 1)), Err(Rejection::Amount { max: value, currency: Some(eur()) }));
             bench.send(adjustment(value)).unwrap();
             while bench.depletions() == 0 {
                 bench.tick_when_due();
