@@ -5,6 +5,7 @@
 //! finishes the step when it starts. The old key stays until then. A lost answer is requested again with the same CSR.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -132,6 +133,8 @@ pub struct IdentityStore {
     key: PathBuf,
     node_ca: PathBuf,
     folder: PathBuf,
+    /// Held while the files of an answer are written: two writers of one file would rename each other's half.
+    writing: Arc<Mutex<()>>,
 }
 
 impl IdentityStore {
@@ -144,6 +147,7 @@ impl IdentityStore {
             key: config.key_path.clone(),
             node_ca: config.node_cert_ca_bundle_path.clone(),
             folder: config.state_dir.join("identity"),
+            writing: Arc::default(),
         }
     }
 
@@ -255,11 +259,12 @@ impl IdentityStore {
         if !certificate.names_node {
             return Err(foreign("it does not name the node"));
         }
+        let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         self.write_json("recovery.json", &answer.recovery)?;
         // A control plane from before there were several authorities sends the one authority as the chain.
         let bundle = answer.node_ca_bundle_pem.as_ref().unwrap_or(&answer.chain_pem);
         if !bundle.trim().is_empty() {
-            self.store_node_cas(bundle)?;
+            self.write_node_cas(bundle)?;
         }
         atomic_file::write_atomically(&self.cert, chain.as_bytes(), atomic_file::PUBLIC)?;
         Ok(AgentIdentity { taken_at: Some(now), ..self.finish(pending, chain, &certificate)? })
@@ -270,6 +275,11 @@ impl IdentityStore {
     /// # Errors
     /// [`IdentityError`]; the previous ones are then unchanged.
     pub fn store_node_cas(&self, bundle_pem: &str) -> Result<(), IdentityError> {
+        let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.write_node_cas(bundle_pem)
+    }
+
+    fn write_node_cas(&self, bundle_pem: &str) -> Result<(), IdentityError> {
         Ok(atomic_file::write_atomically(&self.node_ca, bundle_pem.as_bytes(), atomic_file::PUBLIC)?)
     }
 
@@ -452,6 +462,7 @@ mod tests {
             key: folder.join("node.key"),
             node_ca: folder.join("node-ca.pem"),
             folder: folder.join("identity"),
+            writing: Arc::default(),
         }
     }
 
@@ -541,6 +552,31 @@ mod tests {
         // What the reissue's restart command does.
         std::fs::remove_file(&store.key).unwrap();
         assert!(store.load().unwrap().is_none());
+    }
+
+    #[test]
+    fn authorities_of_a_heartbeat_and_of_a_certificate_are_stored_whole_side_by_side() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        // Long enough that a write takes longer than the start of the other one.
+        let bundle = "authority\n".repeat(100_000);
+        std::thread::scope(|threads| {
+            for _ in 0..2 {
+                let (store, bundle) = (store.clone(), &bundle);
+                threads.spawn(move || {
+                    for _ in 0..50 {
+                        store.store_node_cas(bundle).unwrap();
+                        assert_eq!(store.node_cas_fingerprint().unwrap(), Some(fingerprint(bundle)));
+                    }
+                });
+            }
+            for _ in 0..20 {
+                let renewal = store.pending_renewal().unwrap();
+                let renewed =
+                    EnrollAnswer { node_ca_bundle_pem: Some(bundle.clone()), ..answer(&renewal.csr_pem, NODE) };
+                store.commit(&renewal, &renewed, Utc::now()).unwrap();
+            }
+        });
     }
 
     #[test]
