@@ -10,9 +10,10 @@
 //!
 //! The agent's own sshd admits only tenants, and only with a key. Established connections survive its restart.
 
-use std::fs;
+use std::fs::{self, File, Permissions};
 use std::io;
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -132,11 +133,7 @@ impl Sshd {
         let folder = state_dir.join("ssh");
         atomic_file::private_folder(&folder)?;
         let mut sshd = Self { program, folder, service: PamService::of(state_dir) };
-        if !sshd.host_key().exists() {
-            let key = sshd.host_key();
-            let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
-            Tool::new("ssh-keygen").args(arguments).arg(&key).run(TOOL_LIMIT)?;
-        }
+        sshd.make_host_key()?;
         sshd.make_run_folder().map_err(FileError::at("create", Path::new(RUN_FOLDER)))?;
         let systemd = Path::new("/run/systemd/system").is_dir();
         if let Some(service) = sshd.service.clone() {
@@ -151,6 +148,74 @@ impl Sshd {
         sshd.configure(keys, listen, systemd)?;
         sshd.end_previous_listener();
         Ok(sshd)
+    }
+
+    /// Makes the host key where there is none that can be used. Of two files that a power failure separates, the private one comes last.
+    fn make_host_key(&self) -> Result<(), SshError> {
+        if self.has_host_key()? {
+            return Ok(());
+        }
+        let [new, new_public] = ["host_key.new", "host_key.new.pub"].map(|name| self.folder.join(name));
+        atomic_file::remove(&new)?;
+        atomic_file::remove(&new_public)?;
+        let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
+        Tool::new("ssh-keygen").args(arguments).arg(&new).run(TOOL_LIMIT)?;
+        let key = self.host_key();
+        for (from, to) in [(new_public, self.public_host_key()), (new, key)] {
+            let store = || {
+                File::open(&from)?.sync_all()?;
+                fs::rename(&from, &to)?;
+                atomic_file::sync_folder(&self.folder)
+            };
+            store().map_err(FileError::at("write", &to))?;
+        }
+        Ok(())
+    }
+
+    /// Whether there is a host key that can be used. One that cannot, such as the half that an earlier release left, is moved aside: sshd does not
+    /// start with it. A missing public key is written again.
+    fn has_host_key(&self) -> Result<bool, SshError> {
+        let key = self.host_key();
+        if !key.exists() {
+            return Ok(false);
+        }
+        // Others may have restored it from a backup. The tool refuses a key that all users can read.
+        fs::set_permissions(&key, Permissions::from_mode(atomic_file::PRIVATE))
+            .map_err(FileError::at("protect", &key))?;
+        match Tool::new("ssh-keygen").args(["-y", "-P", "", "-f"]).arg(&key).run(TOOL_LIMIT) {
+            Ok(public) => {
+                self.write_public_host_key(&public);
+                Ok(true)
+            }
+            Err(error @ ToolError::Ended { .. }) => {
+                let unreadable = self.folder.join("host_key.unreadable");
+                warn!(
+                    error_code = "host_key_unreadable",
+                    error = chain(&error),
+                    "the SSH host key cannot be read; it is moved to {}, and tenants are shown another key",
+                    unreadable.display()
+                );
+                fs::rename(&key, &unreadable).map_err(FileError::at("move", &key))?;
+                Ok(false)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn write_public_host_key(&self, public: &str) {
+        let path = self.public_host_key();
+        let present = fs::read_to_string(&path).ok().and_then(|present| fingerprint(&present));
+        if present.is_some() && present == fingerprint(public) {
+            return;
+        }
+        // Tenants log in without it, and are shown no fingerprint.
+        if let Err(error) = atomic_file::write_atomically(&path, public.as_bytes(), atomic_file::PUBLIC) {
+            warn!(
+                error_code = "node_storage",
+                error = chain(&error),
+                "the public part of the SSH host key cannot be stored"
+            );
+        }
     }
 
     /// Before OpenSSH 9.8 the PAM service's name is the program's name.
@@ -210,6 +275,10 @@ impl Sshd {
 
     fn host_key(&self) -> PathBuf {
         self.folder.join("host_key")
+    }
+
+    fn public_host_key(&self) -> PathBuf {
+        self.folder.join("host_key.pub")
     }
 
     fn pid_file(&self) -> PathBuf {
@@ -360,8 +429,9 @@ fn end_listener(pid_file: &Path, config: &Path) {
 /// none.
 #[must_use]
 pub fn host_key_fingerprint(state_dir: &Path) -> Option<String> {
-    let own = state_dir.join("ssh/host_key.pub");
-    let path = if own.exists() { own } else { PathBuf::from(MACHINE_HOST_KEY) };
+    let folder = state_dir.join("ssh");
+    let has_own = folder.join("host_key").exists();
+    let path = if has_own { folder.join("host_key.pub") } else { PathBuf::from(MACHINE_HOST_KEY) };
     fingerprint(&fs::read_to_string(path).ok()?)
 }
 
@@ -405,6 +475,40 @@ mod tests {
         let stderr = String::from_utf8(stderr).unwrap();
         let config = sshd.config().display().to_string();
         assert_eq!(stderr.lines().collect::<Vec<_>>(), ["0022", "0", &format!("-D -e -f {config}")]);
+    }
+
+    /// What is left of a host key whose making was interrupted, and whether the key is the same afterwards.
+    #[test]
+    fn host_key_that_was_torn_is_made_again_and_its_fingerprint_is_that_of_the_private_key() {
+        let state = tempfile::tempdir().unwrap();
+        let sshd = Sshd { program: PathBuf::from("sshd"), folder: state.path().join("ssh"), service: None };
+        fs::create_dir(&sshd.folder).unwrap();
+        let made = || {
+            sshd.make_host_key().unwrap();
+            let private = Tool::new("ssh-keygen").args(["-y", "-f"]).arg(sshd.host_key()).run(TOOL_LIMIT).unwrap();
+            assert_eq!(host_key_fingerprint(state.path()), fingerprint(&private));
+            fingerprint(&private).unwrap()
+        };
+        let first = made();
+        assert_eq!(made(), first);
+        for public in [None, Some(""), Some("ssh-ed25519 AAAA of another key")] {
+            match public {
+                None => fs::remove_file(sshd.public_host_key()).unwrap(),
+                Some(text) => fs::write(sshd.public_host_key(), text).unwrap(),
+            }
+            assert_eq!(made(), first, "{public:?}");
+        }
+        fs::set_permissions(sshd.host_key(), Permissions::from_mode(0o644)).unwrap();
+        assert_eq!(made(), first, "it was readable for all users");
+        let half = fs::read(sshd.host_key()).unwrap();
+        for torn in [&[][..], &half[..half.len() / 2]] {
+            fs::write(sshd.host_key(), torn).unwrap();
+            fs::write(sshd.folder.join("host_key.new"), "half").unwrap();
+            assert_ne!(made(), first);
+            assert_eq!(fs::read(sshd.folder.join("host_key.unreadable")).unwrap(), torn);
+        }
+        fs::remove_file(sshd.public_host_key()).unwrap();
+        assert_eq!(host_key_fingerprint(state.path()), None, "not that of the machine's own key");
     }
 
     #[test]
