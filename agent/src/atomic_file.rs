@@ -57,6 +57,8 @@ pub fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> Result<bool, Fi
 }
 
 fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()> {
+    #[cfg(test)]
+    kill_points::pass()?;
     let folder = folder_of(path);
     if !folder.exists() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
@@ -131,6 +133,8 @@ fn existing<T>(read: io::Result<T>, path: &Path) -> Result<Option<T>, FileError>
 /// # Errors
 /// [`FileError`].
 pub fn remove(path: &Path) -> Result<(), FileError> {
+    #[cfg(test)]
+    kill_points::pass().map_err(FileError::at("remove", path))?;
     match fs::remove_file(path) {
         Ok(()) => sync_folder(folder_of(path)).map_err(FileError::at("sync the folder of", path)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -144,6 +148,34 @@ pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
 
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// For tests of what a kill between two changes leaves: from one on, all changes of this thread fail.
+#[cfg(test)]
+pub(crate) mod kill_points {
+    use std::cell::Cell;
+    use std::io;
+
+    thread_local! {
+        static CHANGES_LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+    }
+
+    /// The changes that are made before the kill; `None`: it is not killed.
+    pub(crate) fn kill_after(changes: Option<usize>) {
+        CHANGES_LEFT.set(changes);
+    }
+
+    pub(crate) fn is_killed() -> bool {
+        CHANGES_LEFT.get() == Some(0)
+    }
+
+    pub(super) fn pass() -> io::Result<()> {
+        if is_killed() {
+            return Err(io::Error::other("killed"));
+        }
+        CHANGES_LEFT.set(CHANGES_LEFT.get().map(|left| left - 1));
+        Ok(())
+    }
 }
 
 #[cfg(test)]

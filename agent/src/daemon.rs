@@ -314,9 +314,6 @@ pub async fn run_with(
     let found = identities.load()?;
     // A node that cannot reach its control plane has started all the same, and tries again.
     manager.notify_ready();
-    // A request of an earlier process is resent with the same key: the control plane would take another key for a clone of the node.
-    let recovers = found.is_some() || identities.is_recovering()?;
-    let method = if recovers { enroll::EnrollmentMethod::Recover } else { enroll::EnrollmentMethod::Enroll };
     let has_expired = match &found {
         Some(identity) => tokio::select! {
             has_expired = renew::has_expired(&config, &clock, identity) => has_expired?,
@@ -340,7 +337,7 @@ pub async fn run_with(
                 verifier_set_version: verifiers.version(),
             };
             let issued = tokio::select! {
-                issued = applicant.apply(method) => issued?,
+                issued = applicant.apply() => issued?,
                 () = stop.cancelled() => return Ok(()),
             };
             if let Some(current) = enroll::follow_verifier_sets(&mut verifiers, &issued.verifier_sets) {
@@ -427,7 +424,8 @@ struct Agent {
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
-    /// Held by the one loop that recovers the identity; the others wait for it. The value is when a refused certificate was last checked.
+    /// Held by the one loop that recovers the identity, or renews it; the others wait for it. The value is when a refused certificate was last
+    /// checked.
     recovering: tokio::sync::Mutex<Option<Instant>>,
     /// Attempts that this process executes or reports, by task and attempt.
     in_flight: Mutex<BTreeMap<(Uuid, u32), execute::AttemptStage>>,

@@ -1,8 +1,20 @@
 //! The identity of this node on disk: its keys, its certificate, and the verifiers whose tasks it trusts.
 //!
-//! A certificate and its key are two files, and no file system renames two at once. So a new key waits in `pending.json` from before its
-//! CSR is sent; storing the certificate is the moment the identity changes; and an agent that crashed between the certificate and the key
-//! finishes the step when it starts. The old key stays until then. A lost answer is requested again with the same CSR.
+//! A certificate and its key are two files, and no file system renames two at once. So a new key waits in a file of its purpose
+//! ([`pending_key`]) from before its CSR is sent; storing the certificate is the moment the identity changes; and an agent that crashed
+//! between the certificate and the key finishes the step when it starts. The old key stays until then.
+//!
+//! # A healthy machine is never taken for a clone
+//!
+//! The control plane takes an agent for a clone that recovers from a generation which another request has left already. In whatever order
+//! requests and answers are lost, the agent is killed and started, certificates are renewed and tokens reissued, the following hold, and
+//! `daemon/enroll/tests.rs` tries such orders against the state machine of the node:
+//!
+//! - A generation is known of one token: the one that was presented for it. With another token the node enrolls, and after a lost answer it
+//!   recovers from the first generation, which the control plane takes for that of its enrollment.
+//! - A recovery is sent with the same generation and CSR until its own certificate is stored. No other request replaces it: it may have been
+//!   executed, or may be yet.
+//! - Recoveries and renewals of a process do not overlap: the answer to a renewal would bring back the generation before.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,19 +24,22 @@ use chrono::{DateTime, TimeDelta, Utc};
 use ed25519_dalek::SigningKey;
 use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
 use ed25519_dalek::pkcs8::{DecodePrivateKey as _, EncodePrivateKey as _};
-use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256, PublicKeyData as _};
+use rcgen::{KeyPair, PublicKeyData as _};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::bundle::fingerprint;
 use wire::enroll::{EnrollAnswer, RecoveryState};
 use wire::verifier_set::SetError;
-use wire::{SecretToken, VerifierSet, Verifiers};
+use wire::{VerifierSet, Verifiers};
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 
 use crate::atomic_file::{self, FileError};
 use crate::config::AgentConfig;
+
+pub mod pending_key;
+
+pub use pending_key::PendingKey;
 
 /// A certificate may begin so long after its arrival: the clocks of replicas differ.
 const ISSUE_TOLERANCE: TimeDelta = TimeDelta::minutes(1);
@@ -72,36 +87,6 @@ impl AgentIdentity {
         let life = (self.not_after - begins).to_std().unwrap_or(Duration::ZERO);
         begins + life.mul_f64(0.5 + 0.1 * chance.clamp(0.0, 1.0))
     }
-}
-
-/// The purpose of a new key.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "for", rename_all = "snake_case")]
-enum Purpose {
-    /// First identity, with the token of this SHA-256.
-    Enroll {
-        token_sha256: String,
-    },
-    /// The next identity after the one of this generation.
-    Recover {
-        identity_generation: u64,
-    },
-    Renew,
-}
-
-/// A key whose certificate is requested.
-#[derive(Serialize, Deserialize)]
-pub struct PendingKey {
-    #[serde(flatten)]
-    purpose: Purpose,
-    #[serde(serialize_with = "expose")]
-    key_pem: SecretString,
-    /// PKCS #10; resent unchanged.
-    pub csr_pem: String,
-}
-
-fn expose<S: serde::Serializer>(secret: &SecretString, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(secret.expose_secret())
 }
 
 /// Why the identity cannot be read, created or accepted.
@@ -159,9 +144,8 @@ impl IdentityStore {
         let Some(chain) = atomic_file::read_if_there(&self.cert)? else { return Ok(None) };
         let certificate =
             self.parse(&chain).map_err(|why| self.unreadable("the node's certificate", &self.cert, why))?;
-        if let Some(pending) = self.read_pending()?
-            && spki(&pending.key_pem).is_ok_and(|key| key == certificate.public_key)
-        {
+        let is_certified = |pending: &PendingKey| spki(&pending.key_pem).is_ok_and(|key| key == certificate.public_key);
+        if let Some(pending) = self.pending_keys()?.into_iter().find(is_certified) {
             return Ok(Some(self.finish(&pending, chain, &certificate)?));
         }
         let Some(key_pem) = atomic_file::read_if_there(&self.key)? else { return Ok(None) };
@@ -183,61 +167,13 @@ impl IdentityStore {
         let certificate =
             self.parse(&chain).map_err(|why| self.unreadable("the node's certificate", &self.cert, why))?;
         let fits = |key_pem: &SecretString| spki(key_pem).is_ok_and(|key| key == certificate.public_key);
-        let pending = self.read_pending()?.map(|pending| pending.key_pem).filter(fits);
+        let pending = self.pending_keys()?.into_iter().map(|pending| pending.key_pem).find(fits);
         let stored = || Ok::<_, IdentityError>(atomic_file::read_if_there(&self.key)?.map(SecretString::from));
         match pending.map_or_else(stored, |key_pem| Ok(Some(key_pem)))? {
             None => Ok(None),
             Some(key_pem) if fits(&key_pem) => Ok(Some(certificate.with(chain, key_pem))),
             Some(_) => Err(IdentityError::KeyMismatch { cert: self.cert.clone(), key: self.key.clone() }),
         }
-    }
-
-    /// The key and CSR for a first identity: those that were sent with this token before, otherwise new ones, stored.
-    ///
-    /// # Errors
-    /// [`IdentityError`].
-    pub fn pending_enrollment(&self, token: &SecretToken) -> Result<PendingKey, IdentityError> {
-        let token_sha256 = hex::encode(Sha256::digest(token.expose().as_bytes()));
-        self.pending(Purpose::Enroll { token_sha256 })
-    }
-
-    /// The key and CSR for a recovery from this generation: those that were sent before, otherwise new ones, stored.
-    ///
-    /// # Errors
-    /// [`IdentityError`].
-    pub fn pending_recovery(&self, identity_generation: u64) -> Result<PendingKey, IdentityError> {
-        self.pending(Purpose::Recover { identity_generation })
-    }
-
-    /// The key and CSR for a renewal: those that were sent before, otherwise new ones, stored.
-    ///
-    /// # Errors
-    /// [`IdentityError`].
-    pub fn pending_renewal(&self) -> Result<PendingKey, IdentityError> {
-        self.pending(Purpose::Renew)
-    }
-
-    /// Whether a recovery is pending without an answer.
-    ///
-    /// # Errors
-    /// [`IdentityError`].
-    pub fn is_recovering(&self) -> Result<bool, IdentityError> {
-        Ok(self.read_pending()?.is_some_and(|pending| matches!(pending.purpose, Purpose::Recover { .. })))
-    }
-
-    fn pending(&self, purpose: Purpose) -> Result<PendingKey, IdentityError> {
-        if let Some(pending) = self.read_pending()?
-            && pending.purpose == purpose
-        {
-            return Ok(pending);
-        }
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(IdentityError::Key)?;
-        // The control plane uses the public key only and writes the names itself.
-        let request = CertificateParams::default().serialize_request(&key).map_err(IdentityError::Key)?;
-        let csr_pem = request.pem().map_err(IdentityError::Key)?;
-        let pending = PendingKey { purpose, key_pem: SecretString::from(key.serialize_pem()), csr_pem };
-        self.write_json("pending.json", &pending)?;
-        Ok(pending)
     }
 
     /// Stores the certificate that was requested with `pending`, and arrived `now`.
@@ -260,7 +196,12 @@ impl IdentityStore {
             return Err(foreign("it does not name the node"));
         }
         let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.write_json("recovery.json", &answer.recovery)?;
+        // A renewal is of the identity that there is.
+        let token_sha256 = match &pending.presented_sha256 {
+            Some(presented) => Some(presented.clone()),
+            None => self.recovery_record()?.and_then(|record| record.token_sha256),
+        };
+        self.write_json("recovery.json", &RecoveryRecord { state: answer.recovery, token_sha256 })?;
         // A control plane from before there were several authorities sends the one authority as the chain.
         let bundle = answer.node_ca_bundle_pem.as_ref().unwrap_or(&answer.chain_pem);
         if !bundle.trim().is_empty() {
@@ -299,7 +240,7 @@ impl IdentityStore {
         certificate: &Certificate,
     ) -> Result<AgentIdentity, IdentityError> {
         atomic_file::write_atomically(&self.key, pending.key_pem.expose_secret().as_bytes(), atomic_file::PRIVATE)?;
-        atomic_file::remove(&self.folder.join("pending.json"))?;
+        self.forget_pending(pending)?;
         Ok(certificate.with(chain, pending.key_pem.clone()))
     }
 
@@ -322,10 +263,7 @@ impl IdentityStore {
     }
 
     /// What the control plane sent for the recovery of this identity.
-    ///
-    /// # Errors
-    /// [`IdentityError`].
-    pub fn recovery(&self) -> Result<Option<RecoveryState>, IdentityError> {
+    fn recovery_record(&self) -> Result<Option<RecoveryRecord>, IdentityError> {
         self.read_json("recovery.json", "the recovery record")
     }
 
@@ -348,10 +286,6 @@ impl IdentityStore {
     /// [`IdentityError`].
     pub fn store_verifiers(&self, bundle: &VerifierSet, current: &VerifierSet) -> Result<(), IdentityError> {
         self.write_json("verifiers.json", &TrustedSets { bundle: bundle.clone(), current: current.clone() })
-    }
-
-    fn read_pending(&self) -> Result<Option<PendingKey>, IdentityError> {
-        self.read_json("pending.json", "the key that is being certified")
     }
 
     fn read_json<T: for<'a> Deserialize<'a>>(
@@ -402,6 +336,15 @@ impl IdentityStore {
 }
 
 #[derive(Serialize, Deserialize)]
+struct RecoveryRecord {
+    #[serde(flatten)]
+    state: RecoveryState,
+    /// SHA-256 of the token that was presented for the identity; `None` where an earlier release has written the record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    token_sha256: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
 struct TrustedSets {
     /// The bundle's set from which `current` was followed.
     bundle: VerifierSet,
@@ -449,7 +392,9 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::path::Path;
 
-    use rcgen::{BasicConstraints, CertificateSigningRequestParams, IsCa, Issuer, SanType};
+    use rcgen::{BasicConstraints, CertificateParams, CertificateSigningRequestParams, IsCa, Issuer, SanType};
+    use serde_json::{Value, json};
+    use wire::SecretToken;
 
     use super::*;
 
@@ -494,7 +439,7 @@ mod tests {
         let identity = store.commit(&pending, &answer(&pending.csr_pem, NODE), Utc::now()).unwrap();
         let loaded = store.load().unwrap().unwrap();
         assert_eq!(loaded.certificate_chain_pem, identity.certificate_chain_pem);
-        assert_eq!(store.recovery().unwrap().unwrap().identity_generation, 1);
+        assert_eq!(store.pending_recovery(&SecretToken::new("t")).unwrap().0, 1);
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!(mode(&store.key), 0o600);
         assert_eq!(mode(&store.folder), 0o700);
@@ -508,6 +453,64 @@ mod tests {
         let first = store.pending_enrollment(&SecretToken::new("one")).unwrap().csr_pem;
         assert_eq!(store_in(folder.path()).pending_enrollment(&SecretToken::new("one")).unwrap().csr_pem, first);
         assert_ne!(store.pending_enrollment(&SecretToken::new("two")).unwrap().csr_pem, first);
+    }
+
+    #[test]
+    fn unanswered_recovery_is_repeated_also_after_a_renewal_and_an_enrollment() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, token) = (store_in(folder.path()), SecretToken::new("t"));
+        let enrolled = store.pending_enrollment(&token).unwrap();
+        store.commit(&enrolled, &answer(&enrolled.csr_pem, NODE), Utc::now()).unwrap();
+        let recovery = store.pending_recovery(&token).unwrap().1.csr_pem;
+        let renewal = store.pending_renewal().unwrap();
+        assert_eq!(store.pending_recovery(&token).unwrap().1.csr_pem, recovery);
+        store.commit(&renewal, &answer(&renewal.csr_pem, NODE), Utc::now()).unwrap();
+        store.pending_enrollment(&token).unwrap();
+        let (generation, pending) = store_in(folder.path()).pending_recovery(&token).unwrap();
+        assert_eq!((generation, &pending.csr_pem), (1, &recovery));
+        let mut recovered = answer(&pending.csr_pem, NODE);
+        recovered.recovery.identity_generation = 2;
+        store.commit(&pending, &recovered, Utc::now()).unwrap();
+        let (generation, pending) = store.pending_recovery(&token).unwrap();
+        assert_eq!(generation, 2);
+        assert_ne!(pending.csr_pem, recovery);
+    }
+
+    #[test]
+    fn generation_belongs_to_the_token_that_was_presented_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, [first, second]) = (store_in(folder.path()), ["one", "two"].map(SecretToken::new));
+        let enrolled = store.pending_enrollment(&first).unwrap();
+        let mut second_generation = answer(&enrolled.csr_pem, NODE);
+        second_generation.recovery.identity_generation = 2;
+        store.commit(&enrolled, &second_generation, Utc::now()).unwrap();
+        let known = |token| (store.has_spent(token).unwrap(), store.pending_recovery(token).unwrap().0);
+        assert_eq!((known(&first), known(&second)), ((true, 2), (false, 1)));
+        // A renewal is of the identity that there is, whatever token is configured.
+        let renewal = store.pending_renewal().unwrap();
+        let mut renewed = answer(&renewal.csr_pem, NODE);
+        renewed.recovery.identity_generation = 2;
+        store.commit(&renewal, &renewed, Utc::now()).unwrap();
+        std::fs::remove_file(store.folder.join("pending.json")).unwrap();
+        assert_eq!((known(&first), known(&second)), ((true, 2), (false, 1)));
+    }
+
+    #[test]
+    fn state_of_an_earlier_release_is_of_the_token_until_an_enrollment_with_it_was_tried() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, token) = (store_in(folder.path()), SecretToken::new("t"));
+        std::fs::create_dir(&store.folder).unwrap();
+        let recorded = json!({ "identity_generation": 3, "remaining": 4 });
+        std::fs::write(store.folder.join("recovery.json"), recorded.to_string()).unwrap();
+        let pending = store.pending_recovery(&token).unwrap();
+        assert_eq!((store.has_spent(&token).unwrap(), pending.0), (true, 3));
+        let stored = std::fs::read_to_string(store.folder.join("pending.json")).unwrap();
+        let sent: Value = serde_json::from_str(&stored).unwrap();
+        assert_eq!((&sent["for"], &sent["identity_generation"]), (&json!("recover"), &json!(3)));
+        assert!(sent.get("token_sha256").is_none(), "as an earlier release has written it: {sent}");
+        assert_eq!(store.pending_recovery(&token).unwrap().1.csr_pem, pending.1.csr_pem);
+        store.pending_enrollment(&token).unwrap();
+        assert_eq!((store.has_spent(&token).unwrap(), store.pending_recovery(&token).unwrap().0), (false, 1));
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod fake_control_plane;
 mod full_disk;
 mod handover;
 mod hanging_mount;
+mod lost_answers;
 mod protocol_generations;
 mod proxy_pages;
 mod skipped_tests;
@@ -388,7 +389,7 @@ async fn expired_certificate_is_recovered_with_the_spent_token_despite_a_lost_an
     agent.wait_for_message("enrolled").await;
     agent.kill_9();
     fake.expire_certificate(&bundle);
-    fake.behaviour().lose_recovery_answers = true;
+    fake.behaviour().lose_recovery_answers = 1;
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     agent.wait_for_message("recovered").await;
     agent.wait_for_message("polling").await;

@@ -9,7 +9,7 @@ use ed25519_dalek::SigningKey;
 use reqwest::StatusCode;
 use tracing::{info, warn};
 use uuid::Uuid;
-use wire::enroll::{EnrollAnswer, EnrollRequest, RecoverRequest};
+use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest};
 use wire::inventory::NodeInventory;
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet, Verifiers};
 
@@ -34,9 +34,30 @@ pub(super) struct Applicant<'a> {
     pub(super) verifier_set_version: u64,
 }
 
+/// The calls of a node without a certificate.
+trait EnrollmentApi {
+    async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, NodeApiError>;
+    async fn nonce(&self) -> Result<NonceAnswer, NodeApiError>;
+    async fn recover(&self, request: &RecoverRequest) -> Result<EnrollAnswer, NodeApiError>;
+}
+
+impl EnrollmentApi for NodeApiClient {
+    async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, NodeApiError> {
+        self.enroll(request).await
+    }
+
+    async fn nonce(&self) -> Result<NonceAnswer, NodeApiError> {
+        self.nonce().await
+    }
+
+    async fn recover(&self, request: &RecoverRequest) -> Result<EnrollAnswer, NodeApiError> {
+        self.recover(request).await
+    }
+}
+
 /// The two methods to get a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EnrollmentMethod {
+enum EnrollmentMethod {
     Enroll,
     Recover,
 }
@@ -69,14 +90,19 @@ type CertificateAnswer = (PendingKey, EnrollAnswer);
 impl Applicant<'_> {
     /// Requests an identity until the answer is final. The key and the CSR are on disk before the token leaves the machine, and are the
     /// same in every attempt, so that a lost answer is answered again.
-    pub(super) async fn apply(&self, first: EnrollmentMethod) -> Result<IssuedIdentity, Fatal> {
+    pub(super) async fn apply(&self) -> Result<IssuedIdentity, Fatal> {
+        self.apply_to(&NodeApiClient::anonymous(self.config, self.clock)?).await
+    }
+
+    async fn apply_to(&self, api: &impl EnrollmentApi) -> Result<IssuedIdentity, Fatal> {
         let token = self.config.enrollment_token.as_ref().ok_or(Fatal::NoEnrollmentToken)?;
-        let api = NodeApiClient::anonymous(self.config, self.clock)?;
-        let (method, (pending, answer)) = match self.request_until_final(first, &api, token).await? {
+        let first =
+            if self.identities.has_spent(token)? { EnrollmentMethod::Recover } else { EnrollmentMethod::Enroll };
+        let (method, (pending, answer)) = match self.request_until_final(first, api, token).await? {
             Ok(answered) => (first, answered),
             Err(refused) if refused.status() == Some(StatusCode::UNAUTHORIZED) => {
                 info!("the token is refused to {first:?}; trying to {:?}", first.fallback());
-                let answered = self.request_until_final(first.fallback(), &api, token).await?;
+                let answered = self.request_until_final(first.fallback(), api, token).await?;
                 // The refusal of the first method is reported to the operator.
                 (first.fallback(), answered.map_err(|_| Fatal::EnrollmentRefused(refused))?)
             }
@@ -105,7 +131,7 @@ impl Applicant<'_> {
     async fn request_until_final(
         &self,
         method: EnrollmentMethod,
-        api: &NodeApiClient,
+        api: &impl EnrollmentApi,
         token: &SecretToken,
     ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
@@ -129,7 +155,7 @@ impl Applicant<'_> {
 
     async fn enroll(
         &self,
-        api: &NodeApiClient,
+        api: &impl EnrollmentApi,
         token: &SecretToken,
     ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
         let pending = self.identities.pending_enrollment(token)?;
@@ -148,12 +174,10 @@ impl Applicant<'_> {
 
     async fn recover(
         &self,
-        api: &NodeApiClient,
+        api: &impl EnrollmentApi,
         token: &SecretToken,
     ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
-        // If no answer ever arrived, the identity, if there is one, is in its first generation.
-        let identity_generation = self.identities.recovery()?.map_or(1, |recovery| recovery.identity_generation);
-        let pending = self.identities.pending_recovery(identity_generation)?;
+        let (identity_generation, pending) = self.identities.pending_recovery(token)?;
         let nonce = match api.nonce().await {
             Ok(answer) => answer.nonce,
             Err(error) => return Ok(Err(error)),
@@ -206,3 +230,6 @@ pub(super) fn store_verifier_set(identities: &IdentityStore, bundle: &VerifierSe
     }
     info!(version = current.version, "task-signing keys rotated");
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,10 +7,9 @@ use chrono::{DateTime, Utc};
 use tracing::{info, warn};
 use wire::enroll::{NonceAnswer, RenewRequest};
 
-use super::enroll::{Applicant, EnrollmentMethod};
+use super::enroll::Applicant;
 use super::{Agent, BACKOFF_BASE, Fatal, UnstoredFile, report_failure};
 use crate::atomic_file::FileError;
-use crate::chain;
 use crate::config::AgentConfig;
 use crate::full_jitter::Backoff;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
@@ -92,8 +91,9 @@ impl Agent {
             if !self.ensure_valid_certificate().await {
                 return false;
             }
+            let alone = self.recovering.lock().await;
             if self.identity().not_after != not_after {
-                // It expired and was recovered in between.
+                // It was recovered in between.
                 return true;
             }
             let api = self.api();
@@ -102,6 +102,7 @@ impl Agent {
                 // The key stays on disk for the next start.
                 () = self.stop.cancelled() => return false,
             };
+            drop(alone);
             match renewed {
                 Ok(identity) => {
                     info!(certificate_not_after = %identity.not_after, "certificate renewed");
@@ -253,7 +254,7 @@ impl Agent {
             inventory: self.inventory.clone(),
             verifier_set_version: super::locked(&self.verifiers).version(),
         };
-        let issued = applicant.apply(EnrollmentMethod::Recover).await?;
+        let issued = applicant.apply().await?;
         self.replace_identity(issued.identity)?;
         self.follow_verifiers(issued.verifier_sets).await;
         Ok(())

@@ -65,8 +65,17 @@ pub struct RecordedCalls {
     pub renewals: usize,
     /// The generation of the node's identity; 0 before it enrolled.
     pub generation: u64,
+    /// That of the last enrollment.
+    pub enrolled_generation: u64,
+    /// The token that the last enrollment has spent.
+    pub spent_token: Option<String>,
+    /// By certificate (DER): the generation that it was issued in. Of these alone, those of the current generation are accepted.
+    pub issued: BTreeMap<Vec<u8>, u64>,
     /// CSRs of recoveries, each once.
     pub recoveries: Vec<String>,
+    /// Recoveries from a generation that another one has left already.
+    #[allow(dead_code)]
+    pub clones: usize,
     /// Since the last recovery.
     pub nonces: Vec<String>,
     pub recovery_key: Option<PublicKey>,
@@ -87,11 +96,14 @@ pub struct RecordedCalls {
 
 /// The configured behaviour of the control plane.
 pub struct FakeBehaviour {
+    pub token: String,
     /// The first enroll requests get 503, after they have been recorded.
     pub lose_enroll_answers: usize,
+    /// The answers to so many enrollments are lost, which have spent the token.
+    pub lose_answers_of_enrolled: usize,
     pub refuse_enrollment: bool,
-    /// The first answer to each recovery is lost.
-    pub lose_recovery_answers: bool,
+    /// The answers to so many recoveries are lost, which have raised the generation.
+    pub lose_recovery_answers: usize,
     pub node_removed: bool,
     /// Status of every result, unless 200.
     pub results: StatusCode,
@@ -136,9 +148,11 @@ impl FakeControlPlane {
         let node_id = Uuid::new_v7(registered);
         let (issuer, ca_pem) = authority();
         let behaviour = FakeBehaviour {
+            token: TOKEN.to_owned(),
             lose_enroll_answers: 0,
+            lose_answers_of_enrolled: 0,
             refuse_enrollment: false,
-            lose_recovery_answers: false,
+            lose_recovery_answers: 0,
             node_removed: false,
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),
@@ -270,6 +284,11 @@ impl FakeControlPlane {
 
     /// Puts a certificate in the place of a stopped agent's: it is for the same key, and its time is over.
     pub fn expire_certificate(&self, bundle: &BootstrapBundle) {
+        self.replace_certificate(bundle, (TimeDelta::seconds(-1), TimeDelta::hours(24)));
+    }
+
+    /// The same, with a certificate that is valid for so long, and was for so long.
+    pub fn replace_certificate(&self, bundle: &BootstrapBundle, validity: (TimeDelta, TimeDelta)) {
         let csr_pem = self.calls().csrs.last().unwrap().clone();
         let set = |(life, backdated_by)| {
             let mut behaviour = self.behaviour();
@@ -277,7 +296,7 @@ impl FakeControlPlane {
             (behaviour.certificate_life, behaviour.backdated_by) = (life, backdated_by);
             before
         };
-        let before = set((TimeDelta::seconds(-1), TimeDelta::hours(24)));
+        let before = set(validity);
         let answer = certify(&self.shared, &csr_pem);
         set(before);
         std::fs::write(&bundle.cert_path, answer.certificate_pem + &answer.chain_pem).unwrap();

@@ -26,7 +26,7 @@ use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, Rec
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 use wire::task::{ResultAnswer, ResultReceipt, TaskResult};
 
-use super::{Shared, TOKEN, as_answered_by, log_gateway, terminal};
+use super::{Shared, as_answered_by, log_gateway, terminal};
 
 /// Its clock, by which it verifies certificates.
 struct FakeClock(Arc<Shared>);
@@ -159,6 +159,13 @@ async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, requ
     if is_the_first && shared.behaviour.lock().unwrap().refuse_the_first_certificate {
         return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "certificate_unknown");
     }
+    let is_known = {
+        let seen = shared.seen.lock().unwrap();
+        seen.issued.get(certificate.as_ref()) == Some(&seen.generation)
+    };
+    if !is_known {
+        return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "certificate_unknown");
+    }
     if request.uri().path().ends_with("/tasks/wait") {
         let mut seen = shared.seen.lock().unwrap();
         if seen.certificates.last().map(Vec::as_slice) != Some(certificate.as_ref()) {
@@ -181,11 +188,18 @@ pub(super) fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
     let not_after = shared.now() + life;
     request.params.not_before = certificate_time(shared.now() - backdated_by);
     request.params.not_after = certificate_time(not_after);
+    let certificate = request.signed_by(&shared.issuer).unwrap();
+    let identity_generation = {
+        let mut seen = shared.seen.lock().unwrap();
+        let generation = seen.generation;
+        seen.issued.insert(certificate.der().to_vec(), generation);
+        generation
+    };
     EnrollAnswer {
-        certificate_pem: request.signed_by(&shared.issuer).unwrap().pem(),
+        certificate_pem: certificate.pem(),
         chain_pem: shared.ca_pem.clone(),
         not_after,
-        recovery: RecoveryState { identity_generation: shared.seen.lock().unwrap().generation, remaining: 5 },
+        recovery: RecoveryState { identity_generation, remaining: 5 },
         verifier_sets: vec![],
         node_ca_bundle_pem: None,
     }
@@ -199,52 +213,76 @@ async fn nonce(State(shared): State<Arc<Shared>>) -> Response {
     Json(NonceAnswer { nonce, expires_at, server_time: Some(shared.now()), node_authorities }).into_response()
 }
 
+/// As `domain` judges it.
 async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverRequest>) -> Response {
-    let lost = {
+    let refused = || refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
+    {
         let mut seen = shared.seen.lock().unwrap();
+        let behaviour = shared.behaviour.lock().unwrap();
         let key = seen.recovery_key.as_ref();
         let signed = key.is_some_and(|key| request.is_signed_by(shared.node_id, key));
         let fresh = seen.nonces.last() == Some(&request.nonce);
-        let repeated =
-            seen.recoveries.last() == Some(&request.csr_pem) && request.identity_generation + 1 == seen.generation;
-        let next = request.identity_generation == seen.generation && seen.generation > 0;
-        if !signed || !fresh || request.enrollment_token.expose() != TOKEN || !(repeated || next) {
-            return refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
+        let token = request.enrollment_token.expose();
+        let spent = token == behaviour.token && seen.spent_token.as_deref() == Some(token);
+        let from = match request.identity_generation {
+            1 => seen.enrolled_generation,
+            given => given,
+        };
+        let is_repeated = seen.recoveries.last() == Some(&request.csr_pem) && from + 1 == seen.generation;
+        let is_next = from == seen.generation;
+        if !signed || !fresh || !spent {
+            return refused();
+        }
+        if !(is_repeated || is_next) {
+            seen.clones += usize::from(from < seen.generation);
+            return refused();
         }
         seen.nonces.clear();
-        if next {
+        if is_next {
             seen.generation += 1;
             seen.recoveries.push(request.csr_pem.clone());
         }
-        next && shared.behaviour.lock().unwrap().lose_recovery_answers
-    };
-    if lost {
+    }
+    let answer = certify(&shared, &request.csr_pem);
+    if counts_down(&mut shared.behaviour.lock().unwrap().lose_recovery_answers) {
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
-    record(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
+    record(&shared, "enroll_answer", answer).into_response()
+}
+
+/// Whether something is to be so once more.
+fn counts_down(left: &mut usize) -> bool {
+    let holds = *left > 0;
+    *left = left.saturating_sub(1);
+    holds
 }
 
 async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollRequest>) -> Response {
     if let Some(refused) = reject_unsupported_protocol(&shared, request.protocol) {
         return refused;
     }
-    let mut seen = shared.seen.lock().unwrap();
-    seen.csrs.push(request.csr_pem.clone());
-    seen.recovery_key = Some(request.recovery_public_key);
-    let count = seen.csrs.len();
-    drop(seen);
-    let (refused, lost) = {
-        let behaviour = shared.behaviour.lock().unwrap();
-        (behaviour.refuse_enrollment, behaviour.lose_enroll_answers)
+    let token = request.enrollment_token.expose();
+    let lost = {
+        let mut seen = shared.seen.lock().unwrap();
+        let mut behaviour = shared.behaviour.lock().unwrap();
+        seen.csrs.push(request.csr_pem.clone());
+        if behaviour.refuse_enrollment || token != behaviour.token || seen.spent_token.as_deref() == Some(token) {
+            return refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
+        }
+        if seen.csrs.len() <= behaviour.lose_enroll_answers {
+            return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
+        }
+        seen.recovery_key = Some(request.recovery_public_key);
+        seen.spent_token = Some(token.to_owned());
+        seen.generation += 1;
+        seen.enrolled_generation = seen.generation;
+        counts_down(&mut behaviour.lose_answers_of_enrolled)
     };
-    if refused || request.enrollment_token.expose() != TOKEN {
-        return refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
-    }
-    if count <= lost {
+    let answer = certify(&shared, &request.csr_pem);
+    if lost {
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
-    shared.seen.lock().unwrap().generation += 1;
-    (StatusCode::CREATED, record(&shared, "enroll_answer", certify(&shared, &request.csr_pem))).into_response()
+    (StatusCode::CREATED, record(&shared, "enroll_answer", answer)).into_response()
 }
 
 async fn renew(State(shared): State<Arc<Shared>>, Json(request): Json<RenewRequest>) -> Response {

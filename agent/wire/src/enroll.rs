@@ -14,8 +14,8 @@ use crate::verifier_set::{PublicKey, VerifierSet};
 /// The domain separator of a signed recovery, so that its signature is valid for nothing else.
 const RECOVERY_DOMAIN: &[u8] = b"gpuaas-recovery-v1\0";
 
-/// Body of `POST /internal/v1/nodes/{id}/enroll`. The token is spent by the first such request that succeeds; a retry (same key in the
-/// CSR) is answered with the same certificate.
+/// Body of `POST /internal/v1/nodes/{id}/enroll`. The token is spent by the first such request that succeeds, and no other one does:
+/// an agent that lost the answer recovers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct EnrollRequest {
     pub enrollment_token: SecretToken,
@@ -77,7 +77,7 @@ pub struct NonceAnswer {
 pub struct RecoverRequest {
     /// The token that was spent at enrollment.
     pub enrollment_token: SecretToken,
-    /// As in the last answer; 1 if none was received.
+    /// As in the last answer to a request with this token; 1 if none was received, which is taken for the generation of the enrollment.
     pub identity_generation: u64,
     pub nonce: String,
     /// PKCS #10, PEM.

@@ -1,0 +1,88 @@
+//! Answers that are lost on the way to an identity.
+
+use chrono::TimeDelta;
+use tempfile::TempDir;
+use wire::SecretToken;
+use wire::bundle::BootstrapBundle;
+use wire::task::Task;
+
+use super::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
+
+/// A node in its second generation, whose agent is stopped.
+async fn recovered_once() -> (FakeControlPlane, TempDir, BootstrapBundle) {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let bundle = fake.bundle(folder.path());
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("enrolled").await;
+    agent.kill_9();
+    fake.expire_certificate(&bundle);
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("polling").await;
+    agent.kill_9();
+    let counts = {
+        let seen = fake.calls();
+        (seen.generation, seen.recoveries.len())
+    };
+    assert_eq!(counts, (2, 1));
+    (fake, folder, bundle)
+}
+
+/// What a reissue and its restart command do.
+fn reissue(fake: &FakeControlPlane, bundle: BootstrapBundle) -> BootstrapBundle {
+    fake.behaviour().token = "second-token".into();
+    std::fs::remove_file(&bundle.cert_path).unwrap();
+    std::fs::remove_file(&bundle.key_path).unwrap();
+    BootstrapBundle { enrollment_token: SecretToken::new("second-token"), ..bundle }
+}
+
+async fn expect_work(fake: &FakeControlPlane) {
+    let task = fake.payload(Task::Validate { load: None });
+    fake.dispatch(&task);
+    fake.result_of(task.task_id).await;
+    assert_eq!(fake.calls().clones, 0);
+}
+
+#[tokio::test]
+async fn reissued_node_whose_enroll_answer_was_lost_recovers_and_is_no_clone() {
+    for is_killed in [false, true] {
+        let (fake, folder, bundle) = recovered_once().await;
+        let bundle = reissue(&fake, bundle);
+        fake.behaviour().lose_answers_of_enrolled = 1;
+        // An agent that is killed has had no answer to its recovery either.
+        fake.behaviour().lose_recovery_answers = if is_killed { usize::MAX } else { 0 };
+        let mut agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+        if is_killed {
+            eventually(|| (fake.calls().generation == 4).then_some(())).await;
+            agent.end_at_once();
+            fake.behaviour().lose_recovery_answers = 0;
+            agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+        }
+        agent.wait_for_message("recovered").await;
+        expect_work(&fake).await;
+        let seen = fake.calls();
+        assert_eq!((seen.generation, seen.recoveries.len()), (4, 2));
+    }
+}
+
+#[tokio::test]
+async fn recovery_whose_answer_was_lost_is_repeated_although_a_renewal_is_due_at_the_next_start() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let bundle = fake.bundle(folder.path());
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("enrolled").await;
+    agent.kill_9();
+    // Two thirds of its time are over. Its authority is retired.
+    fake.replace_certificate(&bundle, (TimeDelta::hours(1), TimeDelta::hours(2)));
+    fake.calls().issued.clear();
+    fake.behaviour().trusted_authorities = Some(vec!["00".into()]);
+    fake.behaviour().lose_recovery_answers = usize::MAX;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    eventually(|| (fake.calls().generation == 2).then_some(())).await;
+    agent.kill_9();
+    fake.behaviour().lose_recovery_answers = 0;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("recovered").await;
+    expect_work(&fake).await;
+    let seen = fake.calls();
+    assert_eq!((seen.generation, seen.recoveries.len()), (2, 1));
+}
