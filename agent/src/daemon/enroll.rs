@@ -135,6 +135,8 @@ impl Applicant<'_> {
         token: &SecretToken,
     ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
+        // A nonce that has expired on its way is refused as any other fault is: a machine that slept, or a clock that was set.
+        let mut may_have_expired = method == EnrollmentMethod::Recover;
         loop {
             let answered = match method {
                 EnrollmentMethod::Enroll => self.enroll(api, token).await?,
@@ -144,7 +146,7 @@ impl Applicant<'_> {
                 Ok(answered) => return Ok(Ok(answered)),
                 Err(error) => Fatal::of(error).map_or_else(Ok, Err)?,
             };
-            if is_final(&error) {
+            if is_final(&error) && !std::mem::take(&mut may_have_expired) {
                 return Ok(Err(error));
             }
             let pause = backoff.next(rand::random(), error.retry_after());

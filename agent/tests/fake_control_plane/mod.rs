@@ -104,6 +104,8 @@ pub struct FakeBehaviour {
     pub refuse_enrollment: bool,
     /// The answers to so many recoveries are lost, which have raised the generation.
     pub lose_recovery_answers: usize,
+    /// The nonces of so many recoveries have expired.
+    pub expire_nonces: usize,
     pub node_removed: bool,
     /// Status of every result, unless 200.
     pub results: StatusCode,
@@ -153,6 +155,7 @@ impl FakeControlPlane {
             lose_answers_of_enrolled: 0,
             refuse_enrollment: false,
             lose_recovery_answers: 0,
+            expire_nonces: 0,
             node_removed: false,
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),

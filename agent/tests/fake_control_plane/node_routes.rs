@@ -218,10 +218,10 @@ async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverR
     let refused = || refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
     {
         let mut seen = shared.seen.lock().unwrap();
-        let behaviour = shared.behaviour.lock().unwrap();
+        let mut behaviour = shared.behaviour.lock().unwrap();
         let key = seen.recovery_key.as_ref();
         let signed = key.is_some_and(|key| request.is_signed_by(shared.node_id, key));
-        let fresh = seen.nonces.last() == Some(&request.nonce);
+        let fresh = seen.nonces.last() == Some(&request.nonce) && !counts_down(&mut behaviour.expire_nonces);
         let token = request.enrollment_token.expose();
         let spent = token == behaviour.token && seen.spent_token.as_deref() == Some(token);
         let from = match request.identity_generation {

@@ -86,3 +86,19 @@ async fn recovery_whose_answer_was_lost_is_repeated_although_a_renewal_is_due_at
     let seen = fake.calls();
     assert_eq!((seen.generation, seen.recoveries.len()), (2, 1));
 }
+
+#[tokio::test]
+async fn recovery_whose_nonce_expired_on_its_way_is_repeated_with_another() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let bundle = fake.bundle(folder.path());
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("enrolled").await;
+    agent.kill_9();
+    fake.expire_certificate(&bundle);
+    fake.behaviour().expire_nonces = 1;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("recovered").await;
+    expect_work(&fake).await;
+    let seen = fake.calls();
+    assert_eq!((seen.generation, seen.csrs.len()), (2, 1));
+}
