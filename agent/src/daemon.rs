@@ -424,9 +424,8 @@ struct Agent {
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
-    /// Held by the one loop that recovers the identity, or renews it; the others wait for it. The value is when a refused certificate was last
-    /// checked.
-    recovering: tokio::sync::Mutex<Option<Instant>>,
+    /// Held by the one loop that recovers the identity, or renews it; the others wait for it.
+    recovering: tokio::sync::Mutex<renew::RefusalChecks>,
     /// Attempts that this process executes or reports, by task and attempt.
     in_flight: Mutex<BTreeMap<(Uuid, u32), execute::AttemptStage>>,
     /// The last task of each allocation; the next task waits for it.

@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
-use wire::error::{ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
+use wire::error::{ErrorEnvelope, INVALID_NODE_IDENTITY, RECOVERABLE, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
 use wire::log_gateway_access::LogTokenAnswer;
 use wire::recording::ChunkAnswer;
@@ -240,6 +240,13 @@ impl NodeApiError {
             | Self::Unreachable(_)
             | Self::Unreadable { .. } => false,
         }
+    }
+
+    /// Whether the control plane says that its state lacks the certificate, so that a recovery replaces it.
+    #[must_use]
+    pub fn is_certificate_forgotten(&self) -> bool {
+        self.is_certificate_refusal()
+            && matches!(self, Self::Refused { error: Some(error), .. } if error.details.get(RECOVERABLE) == Some(&true.into()))
     }
 
     /// Whether the response is the control plane's own, not that of a proxy in between.

@@ -415,8 +415,7 @@ async fn certificate_by_an_untrusted_authority_is_replaced_also_behind_a_proxy()
 async fn trusted_certificate_refused_by_a_proxy_spends_no_recovery() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     agent.wait_for_message("polling").await;
-    let shown = fake.calls().certificates[0].clone();
-    fake.behaviour().trusted_authorities = Some(vec![authority_of(&shown)]);
+    trust_authority(&fake);
     fake.behaviour().refuse_the_first_certificate = true;
     agent.wait_for_error_code("certificate_not_replaced").await;
     sleep(Duration::from_secs(1)).await;
@@ -426,6 +425,12 @@ async fn trusted_certificate_refused_by_a_proxy_spends_no_recovery() {
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
     assert_eq!(fake.calls().generation, 1);
+}
+
+/// Nonces come with the authority of the agent's certificate.
+fn trust_authority(fake: &FakeControlPlane) {
+    let shown = fake.calls().certificates[0].clone();
+    fake.behaviour().trusted_authorities = Some(vec![authority_of(&shown)]);
 }
 
 /// The key identifier of the certificate's issuer.

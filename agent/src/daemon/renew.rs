@@ -10,6 +10,7 @@ use wire::enroll::{NonceAnswer, RenewRequest};
 use super::enroll::Applicant;
 use super::{Agent, BACKOFF_BASE, Fatal, UnstoredFile, report_failure};
 use crate::atomic_file::FileError;
+use crate::chain;
 use crate::config::AgentConfig;
 use crate::full_jitter::Backoff;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
@@ -29,6 +30,14 @@ const RENEWAL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How soon the control plane is asked again about a refused certificate.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// What was done about refused certificates.
+#[derive(Default)]
+pub(super) struct RefusalChecks {
+    checked_at: Option<Instant>,
+    /// The last recovery of a certificate that the control plane does not have.
+    recovered_at: Option<Instant>,
+}
 
 /// Why there is no new certificate yet.
 enum RenewalError {
@@ -183,7 +192,7 @@ impl Agent {
     /// trusted any more or it is not valid by the control plane's clock, the identity is recovered like an expired one: it cannot be
     /// renewed. Returns whether the agent continues.
     pub(super) async fn replace_refused_certificate(&self, api: &NodeApiClient, refused: &NodeApiError) -> bool {
-        let mut last_check = self.recovering.lock().await;
+        let mut checks = self.recovering.lock().await;
         let (identity, is_in_use, age) = {
             let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
             (session.identity.clone(), session.api.has_same_certificate(api), session.since.elapsed())
@@ -193,10 +202,10 @@ impl Agent {
         if self.config.enrollment_token.is_none() || !is_in_use || age < SESSION_SETTLE_TIME {
             return true;
         }
-        if last_check.is_some_and(|at| at.elapsed() < RECHECK_INTERVAL) {
+        if checks.checked_at.is_some_and(|at| at.elapsed() < RECHECK_INTERVAL) {
             return true;
         }
-        *last_check = Some(Instant::now());
+        checks.checked_at = Some(Instant::now());
         let answer = match NodeApiClient::anonymous(&self.config, &self.clock) {
             Ok(anonymous) => tokio::select! {
                 answer = anonymous.nonce() => answer,
@@ -206,6 +215,9 @@ impl Agent {
         };
         match answer {
             Ok(answer) if is_accepted(&identity, &answer, refused) => {
+                if refused.is_certificate_forgotten() {
+                    return self.replace_forgotten_certificate(&identity, &mut checks).await;
+                }
                 warn!(
                     error_code = "certificate_not_replaced",
                     "the control plane trusts the certificate's authority, so that recovering would not help: either the certificate was \
@@ -228,6 +240,32 @@ impl Agent {
             }
             // The refused call is retried, and then this check runs again.
             Err(_) => true,
+        }
+    }
+
+    /// The control plane's state lacks the certificate, which is valid: the state was restored from a backup, the certificate is revoked, or a
+    /// copy of this machine has recovered. A recovery decides it; one that is refused is no reason to end, since the certificate of a node
+    /// whose enrollment was reissued is revoked until the restart command is run. Returns whether the agent continues.
+    async fn replace_forgotten_certificate(&self, identity: &AgentIdentity, checks: &mut RefusalChecks) -> bool {
+        if checks.recovered_at.is_some_and(|at| at.elapsed() < RECOVERY_INTERVAL) {
+            return true;
+        }
+        checks.recovered_at = Some(Instant::now());
+        let recovered = tokio::select! {
+            recovered = self.recover(identity.not_after) => recovered,
+            () = self.stop.cancelled() => return false,
+        };
+        match recovered {
+            Err(Fatal::EnrollmentRefused(error)) => {
+                warn!(
+                    error_code = "certificate_not_replaced",
+                    error = chain(&error),
+                    "the control plane does not have the certificate, and refuses another one: ask an administrator to reissue the node's \
+                     enrollment, then run the restart command that comes with it; trying again in an hour"
+                );
+                true
+            }
+            recovered => self.handle_recovery(recovered),
         }
     }
 

@@ -164,7 +164,9 @@ async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, requ
         seen.issued.get(certificate.as_ref()) == Some(&seen.generation)
     };
     if !is_known {
-        return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "certificate_unknown");
+        let details = json!({"reason": "certificate_unknown", "recoverable": true});
+        let body = json!({"code": "invalid_node_identity", "message": "no", "correlation_id": "c", "details": details});
+        return (StatusCode::UNAUTHORIZED, Json(body)).into_response();
     }
     if request.uri().path().ends_with("/tasks/wait") {
         let mut seen = shared.seen.lock().unwrap();

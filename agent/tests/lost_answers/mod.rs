@@ -1,4 +1,4 @@
-//! Answers that are lost on the way to an identity.
+//! Answers that are lost on the way to an identity, and certificates that the control plane has forgotten.
 
 use chrono::TimeDelta;
 use tempfile::TempDir;
@@ -7,6 +7,7 @@ use wire::bundle::BootstrapBundle;
 use wire::task::Task;
 
 use super::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
+use super::trust_authority;
 
 /// A node in its second generation, whose agent is stopped.
 async fn recovered_once() -> (FakeControlPlane, TempDir, BootstrapBundle) {
@@ -101,4 +102,41 @@ async fn recovery_whose_nonce_expired_on_its_way_is_repeated_with_another() {
     expect_work(&fake).await;
     let seen = fake.calls();
     assert_eq!((seen.generation, seen.csrs.len()), (2, 1));
+}
+
+#[tokio::test]
+async fn certificate_that_the_control_plane_has_forgotten_is_replaced_although_its_authority_is_trusted() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    eventually(|| (!fake.calls().certificates.is_empty()).then_some(())).await;
+    trust_authority(&fake);
+    // As a control plane that is restored from a backup.
+    fake.calls().issued.clear();
+    agent.wait_for_message("recovered").await;
+    expect_work(&fake).await;
+    let seen = fake.calls();
+    assert_eq!((seen.generation, seen.recoveries.len()), (2, 1));
+}
+
+#[tokio::test]
+async fn agent_with_a_revoked_certificate_and_a_void_token_runs_until_the_restart_command() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let bundle = fake.bundle(folder.path());
+    let mut agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    eventually(|| (!fake.calls().certificates.is_empty()).then_some(())).await;
+    trust_authority(&fake);
+    let issued = std::mem::take(&mut fake.calls().issued);
+    fake.behaviour().token = "second-token".into();
+    agent.wait_for_error_code("certificate_not_replaced").await;
+    assert_eq!(agent.ended(), None);
+    // As if it had never been revoked: the agent has tried with it all the time.
+    fake.calls().issued = issued;
+    expect_work(&fake).await;
+    agent.end_at_once();
+    fake.calls().issued.clear();
+    let bundle = reissue(&fake, bundle);
+    let _agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    eventually(|| (fake.calls().generation == 2).then_some(())).await;
+    expect_work(&fake).await;
+    assert_eq!(fake.calls().recoveries.len(), 0);
 }

@@ -28,6 +28,10 @@ impl ErrorEnvelope {
 /// `code` of a request whose client certificate does not speak for the node; [`ErrorEnvelope::reason`] is one of [`reason`].
 pub const INVALID_NODE_IDENTITY: &str = "invalid_node_identity";
 
+/// In `details` beside [`reason::CERTIFICATE_UNKNOWN`]: `true` where the node's state lacks the certificate, so that a recovery replaces it although
+/// its authority is trusted. Absent where a proxy in front did not verify it, and from control planes of earlier releases.
+pub const RECOVERABLE: &str = "recoverable";
+
 /// Values of `details.reason` beside [`INVALID_NODE_IDENTITY`].
 pub mod reason {
     /// The connection carried no client certificate.

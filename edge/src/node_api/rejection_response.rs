@@ -5,6 +5,7 @@ use crate::http::error::{ApiError, Code};
 use crate::node_api::identity::{IdentityRefusal, refuse};
 use actors::AskError;
 use domain::node::Rejection;
+use wire::error::RECOVERABLE;
 
 /// The answer to a node with a certificate.
 pub(super) fn refused(why: NodeAskError) -> ApiError {
@@ -41,8 +42,12 @@ pub(super) fn token_refused(cause: impl Into<Box<dyn std::error::Error + Send + 
 fn rejected(rejection: Rejection) -> ApiError {
     match &rejection {
         // The certificate is ours and yet the node does not exist: the database was restored from before it.
-        Rejection::NotFound | Rejection::CertificateUnknown | Rejection::ForeignNode { .. } => {
+        Rejection::NotFound | Rejection::ForeignNode { .. } => {
             refuse(IdentityRefusal::CertificateUnknown).because(rejection)
+        }
+        // Revoked, replaced, or issued after the backup from which the database was restored: a recovery decides it.
+        Rejection::CertificateUnknown => {
+            refuse(IdentityRefusal::CertificateUnknown).detail(RECOVERABLE, true).because(rejection)
         }
         Rejection::CertificateExpired => refuse(IdentityRefusal::CertificateExpired),
         Rejection::Removed => refuse(IdentityRefusal::NodeRemoved),

@@ -16,6 +16,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use std::time::Duration;
 use uuid::Uuid;
+use wire::error::RECOVERABLE;
 
 /// The network of all clients of these tests.
 const LOOPBACK: &[&str] = &["127.0.0.0/8"];
@@ -165,7 +166,9 @@ async fn forwarded_certificate_that_is_foreign_expired_or_of_a_removed_node_is_r
         let now = Utc::now();
         let foreign = NodeCa::create(domain, now, now + TimeDelta::days(1)).unwrap().ca;
         let issued = foreign.issue(agent.node_id, &Applicant::new().csr_pem, now, now + TimeDelta::hours(1)).unwrap();
-        wait_as(&harness, way, &agent, &issued.certificate_pem).await.is_refused_as("certificate_unknown");
+        let answer = wait_as(&harness, way, &agent, &issued.certificate_pem).await;
+        let details = answer.is_refused_as("certificate_unknown");
+        assert!(details.get(RECOVERABLE).is_none(), "a recovery changes no proxy: {details}");
         let stray = &harness.app.trust.keys.load().node;
         let issued = stray.issue(agent.node_id, &Applicant::new().csr_pem, now, now + TimeDelta::hours(1)).unwrap();
         wait_as(&harness, way, &agent, &issued.certificate_pem).await.is_refused_as("certificate_unknown");

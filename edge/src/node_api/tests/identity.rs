@@ -16,6 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use uuid::Uuid;
+use wire::error::RECOVERABLE;
 
 /// A connection that a test holds on to, over HTTP/1.1.
 struct HttpsConnection(TlsStream<TcpStream>);
@@ -110,7 +111,8 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
         .issue(agent.node_id, &applicant.csr_pem, now, now + TimeDelta::hours(1))
         .unwrap();
     let stray = agent.with(&harness, &issued.certificate_pem, &applicant.key);
-    stray.wait(&harness, 1).await.is_refused_as("certificate_unknown");
+    let answer = stray.wait(&harness, 1).await;
+    assert_eq!(answer.is_refused_as("certificate_unknown")[RECOVERABLE], true, "a recovery replaces it");
     stray.send_heartbeat(&harness).await.is_refused_as("certificate_unknown");
     stray.renew(&harness).await.is_refused_as("certificate_unknown");
     // A node that the database has forgotten.
@@ -119,7 +121,8 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
         harness.app.trust.keys.load().node.issue(nobody, &applicant.csr_pem, now, now + TimeDelta::hours(1)).unwrap();
     let nobody =
         Agent::new(&harness, nobody, agent.boot_id, agent.recovery.clone(), &issued.certificate_pem, &applicant.key);
-    nobody.wait(&harness, 1).await.is_refused_as("certificate_unknown");
+    let answer = nobody.wait(&harness, 1).await;
+    assert_eq!(answer.is_refused_as("certificate_unknown")[RECOVERABLE], Value::Null);
 }
 
 #[tokio::test]
