@@ -12,6 +12,9 @@ use secrecy::{ExposeSecret as _, SecretString};
 use thiserror::Error;
 
 #[cfg(test)]
+#[allow(dead_code, reason = "it is written for the tests of `supervisors`, too")]
+pub(crate) mod fake;
+#[cfg(test)]
 mod fuzz;
 pub mod signature;
 pub mod stripe;

@@ -14,7 +14,6 @@ mod contract;
 mod deprecations;
 mod description_layout;
 mod errors;
-mod fake_processor;
 mod fleet_history;
 mod gpu_reset;
 mod hardware_drift;

@@ -9,9 +9,8 @@ pub(super) use exchange::{TestRequest, TestResponse, without_ids};
 pub(super) use inventory::{ANNS_KEY, node_body, sku_body};
 pub(super) use scripted_saga::PlacementOutcome;
 
-use super::fake_processor::FakeProcessor;
 use crate::api;
-use crate::app_state::{AppState, Parts, Payments, Trust};
+use crate::app_state::{AppState, Parts, PaymentPage, Payments, Trust};
 use crate::auth::browser_session::SessionReader;
 use crate::auth::internal_route_auth::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
@@ -22,11 +21,14 @@ use crate::notifications::delivery::NotificationSender;
 use crate::notifications::delivery::email::{MailConfig, Mailer};
 use crate::outbound::alertmanager::Alertmanager;
 use crate::outbound::node_probe::{Probe, ProbeTargets, Resolve};
+use crate::payment_processor::fake::FakeProcessor;
+use crate::payment_processor::signature::WebhookSecrets;
 use crate::testing::install_crypto;
 use crate::trust::current_keys::Keys;
 use actors::AskResult;
 use axum::Router;
 use axum::http::Method;
+use domain::money::Currency;
 use domain::payment::Payment;
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::{Machine, PaymentId, Principal};
@@ -38,6 +40,7 @@ use persistence::retention::{self, Month, MonthlyLog};
 use persistence::table_maintenance;
 use persistence::{FleetHistory, Reads, Secrets};
 use scripted_saga::{EffectRunner, run_placements};
+use secrecy::SecretString;
 use serde_json::json;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
@@ -69,6 +72,21 @@ pub(super) struct ApiHarness {
     placement: Arc<Mutex<PlacementOutcome>>,
     environment: Arc<TestEnvironment>,
     postgres: TestDatabase,
+}
+
+/// The settings with which the service uses this processor.
+pub(super) fn payments_at(processor: &FakeProcessor) -> Payments {
+    let page = PaymentPage {
+        publishable_key: "pk_test_1".into(),
+        script_url: "https://js.processor.example/v3/".into(),
+        api_origin: "https://api.processor.example".into(),
+    };
+    Payments {
+        processor: Arc::new(processor.clone()),
+        webhook_secrets: WebhookSecrets::new(&[SecretString::from("whsec_0123456789abcdef")]).unwrap(),
+        currency: Currency::parse("EUR").unwrap(),
+        page: (!processor.is_hosted()).then_some(page),
+    }
 }
 
 /// The services outside that a harness has.
@@ -103,7 +121,14 @@ impl ApiHarness {
 
     /// A harness with this payment processor.
     pub(super) async fn with_processor(processor: &FakeProcessor) -> Self {
-        Self::with_payments(processor.payments()).await
+        Self::with_payments(payments_at(processor)).await
+    }
+
+    /// A harness with a payment processor that the test controls.
+    pub(super) async fn with_fake_processor() -> (FakeProcessor, Self) {
+        let processor = FakeProcessor::default();
+        let api = Self::with_processor(&processor).await;
+        (processor, api)
     }
 
     /// A harness with a Postgres of its own, which the test may stop, and with payments.

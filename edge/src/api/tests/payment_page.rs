@@ -1,9 +1,9 @@
 //! The page on which payments are made, as it is served; what it does in a browser is tested in `tests/it/payment_page.rs`.
 
-use super::fake_processor::FakeProcessor;
 use super::harness::ApiHarness;
 use super::payments::{checkout, checkout_body, id_of, pay};
 use super::terminal_page::without_nonce;
+use crate::payment_processor::fake::FakeProcessor;
 use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
@@ -16,8 +16,7 @@ async fn text(response: Response) -> String {
 
 #[tokio::test]
 async fn payment_page_policy_admits_its_own_scripts_and_the_processor_alone() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let page = api.get(&format!("/billing/checkout/{}", Uuid::from_u128(1))).response().await;
     assert_eq!(page.status(), StatusCode::OK);
     let header = |name: &str| page.headers()[name].to_str().unwrap().to_owned();
@@ -74,8 +73,7 @@ async fn payment_page_policy_admits_its_own_scripts_and_the_processor_alone() {
 
 #[tokio::test]
 async fn payment_terms_are_shown_to_a_client_with_the_address() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     let terms =
         async |payment: &str, name: &str| api.get(&format!("/billing/checkout/{payment}/terms/{name}")).send().await;

@@ -1,9 +1,9 @@
 //! Payments as their payers see them. The callers are of the organisation `acme`, whose account gets the money; the processor is a fake.
 
 use super::billing::ACCOUNTS;
-use super::fake_processor::{Failure, FakeProcessor};
-use super::harness::{ApiHarness, TestResponse};
+use super::harness::{ApiHarness, TestResponse, payments_at};
 use crate::app_state::Payments;
+use crate::payment_processor::fake::FakeProcessor;
 use crate::payment_processor::{PriorCheckout, ProcessorError};
 use domain::PaymentId;
 use domain::money::Currency;
@@ -50,8 +50,7 @@ pub(super) async fn deposited(api: &ApiHarness, processor: &FakeProcessor, key: 
 
 #[tokio::test]
 async fn refusals_of_an_amount_name_one_limit() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     for (at, amount) in [0, -1, 999, 100_001, 100_000_001, i64::MAX].into_iter().enumerate() {
         let refused = checkout(&api, &format!("k{at}"), &checkout_body(amount)).await;
         assert_eq!(refused.refused(400, "invalid_request")["field"], "amount_minor", "{amount}: {}", refused.body);
@@ -62,8 +61,7 @@ async fn refusals_of_an_amount_name_one_limit() {
 
 #[tokio::test]
 async fn payment_is_created_paid_and_deposited() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let begun = checkout(&api, "k", &checkout_body(5_000)).await;
     let id = id_of(&begun);
     assert_eq!(begun.body["url"], format!("https://api.gpu.example/billing/checkout/{id}#pi_1_secret_x"));
@@ -97,7 +95,7 @@ async fn payment_is_created_paid_and_deposited() {
 #[tokio::test]
 async fn payment_and_refund_in_a_currency_of_three_decimals_end_with_a_zero() {
     let (processor, currency) = (FakeProcessor::default(), Currency::parse("KWD").unwrap());
-    let payments = Payments { currency: currency.clone(), ..processor.payments() };
+    let payments = Payments { currency: currency.clone(), ..payments_at(&processor) };
     let api = ApiHarness::with_payments(payments).await;
     let refused = checkout(&api, "k", &checkout_body(5_123)).await;
     refused.refused(400, "invalid_request");
@@ -128,8 +126,7 @@ async fn checkout_uses_the_page_of_a_processor_that_has_one() {
 
 #[tokio::test]
 async fn concurrent_checkouts_with_one_key_make_one_payment_and_the_secret_is_not_stored() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     api.post(CHECKOUT).user("ann").json(&checkout_body(5_000)).send().await.refused(400, "invalid_request");
     let body = checkout_body(5_000);
     let (one, other) = tokio::join!(checkout(&api, "k", &body), checkout(&api, "k", &body));
@@ -141,7 +138,7 @@ async fn concurrent_checkouts_with_one_key_make_one_payment_and_the_secret_is_no
     }
     let (opened, canceled) = processor.counts();
     assert_eq!(opened - canceled, 1, "the request that opened a second checkout has canceled it");
-    assert!(matches!(processor.checkouts_requested().last(), Some(PriorCheckout::Known(id)) if id == "pi_1"));
+    assert!(matches!(processor.objects().checkouts.last(), Some(PriorCheckout::Known(id)) if id == "pi_1"));
     checkout(&api, "k", &checkout_body(5_001)).await.refused(422, "idempotency_key_reused");
     // The secret of the page is not stored anywhere.
     let listed = api.get(PAYMENTS).user("ann").send().await;
@@ -177,11 +174,10 @@ async fn key_of_a_checkout_for_one_organization_begins_none_for_another() {
 
 #[tokio::test]
 async fn repeated_checkout_of_a_paid_payment_redirects_once_the_webhook_arrives() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let body = checkout_body(5_000);
     let id = id_of(&checkout(&api, "k", &body).await);
-    processor.close("pi_1");
+    processor.set_paid("pi_1");
     let began = Instant::now();
     let soon = async {
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -194,32 +190,30 @@ async fn repeated_checkout_of_a_paid_payment_redirects_once_the_webhook_arrives(
     assert_eq!(again.is(201)["url"], "https://console.example/paid?of=1");
     // Where no webhook arrives, the response says where to look.
     let other = id_of(&checkout(&api, "l", &body).await);
-    processor.close("pi_2");
+    processor.set_paid("pi_2");
     let untold = checkout(&api, "l", &body).await;
     assert_eq!(untold.refused(409, "state_conflict")["payment_id"], json!(other));
 }
 
 #[tokio::test]
 async fn lost_processor_response_is_looked_up() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
-    processor.fail_next(Failure::LostResponse);
+    let (processor, api) = ApiHarness::with_fake_processor().await;
+    processor.lose_next_answer();
     let lost = checkout(&api, "k", &checkout_body(5_000)).await;
     lost.refused(502, "upstream_error");
     let found = checkout(&api, "k", &checkout_body(5_000)).await;
     assert!(found.is_replayed() && processor.opened_for(id_of(&found)).is_some());
     assert_eq!(processor.counts(), (1, 0));
-    assert!(matches!(processor.checkouts_requested()[..], [PriorCheckout::Nothing, PriorCheckout::Since(_)]));
+    assert!(matches!(processor.objects().checkouts[..], [PriorCheckout::Nothing, PriorCheckout::Since(_)]));
 }
 
 #[tokio::test]
 async fn failing_processor_is_an_upstream_error_and_a_missing_one_is_reported() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let refused = ProcessorError::Refused { code: Some("amount_too_small".into()), why: "sk_test_0: no".into() };
     let mut lines = Vec::new();
     for error in [refused, ProcessorError::Later("busy".into()), ProcessorError::Unknown("reset".into())] {
-        processor.fail_next(Failure::Error(error));
+        processor.fail_next(error);
         let answer = checkout(&api, "k", &checkout_body(5_000)).await;
         answer.refused(502, "upstream_error");
         lines.push(answer.line());
@@ -236,8 +230,7 @@ async fn failing_processor_is_an_upstream_error_and_a_missing_one_is_reported() 
 
 #[tokio::test]
 async fn invalid_checkout_is_refused_by_field_name() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let mut lines = Vec::new();
     for amount in ["-1", "0", "9223372036854775808", "1e9", "1000.5", "\"10\"", "null", "999", "100001"] {
         let body = checkout_body(0).to_string().replace("\"amount_minor\":0", &format!("\"amount_minor\":{amount}"));
@@ -281,8 +274,7 @@ async fn invalid_checkout_is_refused_by_field_name() {
 
 #[tokio::test]
 async fn open_payments_per_user_are_limited() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     api.set_policy(PolicyKey::BillingOpenPaymentsPerUser, 2);
     let first = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     checkout(&api, "l", &checkout_body(5_000)).await.is(201);
@@ -301,8 +293,7 @@ async fn open_payments_per_user_are_limited() {
 
 #[tokio::test]
 async fn payer_gets_the_address_of_an_open_payment_again_and_cancels_it_to_begin_another() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     api.set_policy(PolicyKey::BillingOpenPaymentsPerUser, 1);
     let begun = checkout(&api, "k", &checkout_body(5_000)).await;
     let id = id_of(&begun);
@@ -310,7 +301,7 @@ async fn payer_gets_the_address_of_an_open_payment_again_and_cancels_it_to_begin
     let resumed = api.post(&again).user("ann").send().await;
     assert_eq!(resumed.is(200), &begun.body);
     assert_eq!(resumed.headers["cache-control"], "no-store");
-    assert!(matches!(processor.checkouts_requested().last(), Some(PriorCheckout::Known(id)) if id == "pi_1"));
+    assert!(matches!(processor.objects().checkouts.last(), Some(PriorCheckout::Known(id)) if id == "pi_1"));
     // bob is of the same organisation, and sees the payment; the address and the decision are ann's.
     for other in ["bob", "root"] {
         api.post(&again).user(other).send().await.refused(404, "not_found");
@@ -320,7 +311,7 @@ async fn payer_gets_the_address_of_an_open_payment_again_and_cancels_it_to_begin
     let refused = checkout(&api, "l", &checkout_body(5_000)).await;
     assert!(refused.line().contains("pay or cancel one"), "{}", refused.line());
     // Where the processor gives no answer, the payment stays as it is.
-    processor.fail_next(Failure::Error(ProcessorError::Later("busy".into())));
+    processor.fail_next(ProcessorError::Later("busy".into()));
     api.post(&cancel).user("ann").key("c").send().await.refused(502, "upstream_error");
     assert_eq!(api.get(&format!("{PAYMENTS}/{id}")).user("ann").send().await.is(200)["state"], "open");
     let canceled = api.post(&cancel).user("ann").key("d").send().await;
@@ -339,9 +330,8 @@ async fn payer_gets_the_address_of_an_open_payment_again_and_cancels_it_to_begin
 
 #[tokio::test]
 async fn payment_whose_opening_was_lost_is_canceled_and_a_paid_one_is_not() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
-    processor.fail_next(Failure::LostResponse);
+    let (processor, api) = ApiHarness::with_fake_processor().await;
+    processor.lose_next_answer();
     checkout(&api, "k", &checkout_body(5_000)).await.refused(502, "upstream_error");
     let listed = api.get(&format!("{PAYMENTS}?state=created")).user("ann").send().await;
     let lost = listed.is(200)["items"][0]["id"].as_str().unwrap().to_owned();
@@ -351,7 +341,7 @@ async fn payment_whose_opening_was_lost_is_canceled_and_a_paid_one_is_not() {
     // It is paid at the processor, and its webhook has not arrived.
     let id = id_of(&checkout(&api, "l", &checkout_body(6_000)).await);
     let cancel = format!("{PAYMENTS}/{id}/cancel");
-    processor.close(&processor.opened_for(id).unwrap().0);
+    processor.set_paid(&processor.opened_for(id).unwrap().0);
     let late = api.post(&cancel).user("ann").send().await;
     assert_eq!(late.refused(409, "state_conflict")["payment_id"], json!(id));
     assert!(late.line().contains("paid a moment ago"), "{}", late.line());
@@ -362,8 +352,7 @@ async fn payment_whose_opening_was_lost_is_canceled_and_a_paid_one_is_not() {
 
 #[tokio::test]
 async fn payment_in_another_currency_is_shown_as_refunded() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     api.bind("biller", "billing_operations").await.is(201);
     let dollars = json!({"org_id": "acme", "currency": "USD"});
@@ -392,8 +381,7 @@ async fn payment_in_another_currency_is_shown_as_refunded() {
 
 #[tokio::test]
 async fn checkout_of_an_expired_payment_needs_a_new_payment() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     let canceled =
         Fact::NotPaid { processor_id: "pi_1".into(), outcome: PaymentFailure::Canceled, why: "by ann".into() };
@@ -410,8 +398,7 @@ async fn checkout_of_an_expired_payment_needs_a_new_payment() {
 
 #[tokio::test]
 async fn payments_are_visible_to_the_account_holder_and_operators() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let first = deposited(&api, &processor, "k", 5_000).await;
     let second = id_of(&checkout(&api, "l", &checkout_body(6_000)).await);
     // bob is of the same organisation.
@@ -443,8 +430,7 @@ async fn payments_are_visible_to_the_account_holder_and_operators() {
 
 #[tokio::test]
 async fn operator_ends_the_review_of_a_payment_that_no_event_reported() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     api.bind("biller", "billing_operations").await.is(201);
     let biller = || api.token("biller", &["user"]);
     let path = |id: PaymentId, way: &str| format!("/api/v1/admin/billing/payments/{id}/{way}");
@@ -532,8 +518,7 @@ async fn operator_ends_the_review_of_a_payment_that_no_event_reported() {
 
 #[tokio::test]
 async fn dispute_is_shown_at_its_payment() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = deposited(&api, &processor, "k", 5_000).await;
     let currency = Currency::parse("EUR").unwrap();
     let opened = Fact::Reversed {

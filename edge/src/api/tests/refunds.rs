@@ -1,7 +1,6 @@
 //! Refunds: of payments by their payers, and of allocations by billing operations.
 
 use super::billing::{ACCOUNTS, adjust, metered, opened};
-use super::fake_processor::FakeProcessor;
 use super::harness::{ApiHarness, PlacementOutcome, TestResponse};
 use super::payments::{PAYMENTS, deposited};
 use axum::http::Method;
@@ -26,8 +25,7 @@ async fn refund(api: &ApiHarness, by: &str, key: &str, of: Value, amount: Option
 
 #[tokio::test]
 async fn payer_is_refunded_the_unspent_amount_once_after_it_left_the_account() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = deposited(&api, &processor, "k", 5_000).await;
     let of = json!({"payment_id": id});
     let balance = async || {
@@ -70,8 +68,7 @@ async fn payer_is_refunded_the_unspent_amount_once_after_it_left_the_account() {
 
 #[tokio::test]
 async fn invalid_refund_is_refused_by_field_name() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = deposited(&api, &processor, "k", 5_000).await;
     let of = json!({"payment_id": id});
     let mut lines = Vec::new();
@@ -121,8 +118,7 @@ async fn invalid_refund_is_refused_by_field_name() {
 
 #[tokio::test]
 async fn failed_refund_returns_to_the_account() {
-    let processor = FakeProcessor::default();
-    let api = ApiHarness::with_processor(&processor).await;
+    let (processor, api) = ApiHarness::with_fake_processor().await;
     let id = deposited(&api, &processor, "k", 5_000).await;
     let asked = refund(&api, "ann", "r", json!({"payment_id": id}), None).await;
     let refund_id: RefundId = asked.is(201)["id"].as_str().unwrap().parse().unwrap();

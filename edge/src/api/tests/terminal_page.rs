@@ -20,7 +20,7 @@ pub(super) fn without_nonce(page: &str) -> String {
 
 #[tokio::test]
 async fn nonce_of_styles_is_another_one_in_each_response_and_no_page_is_stored() {
-    let api = ApiHarness::with_processor(&super::fake_processor::FakeProcessor::default()).await;
+    let api = ApiHarness::with_processor(&crate::payment_processor::fake::FakeProcessor::default()).await;
     let checkout = format!("/billing/checkout/{ID}");
     let mut nonces = std::collections::BTreeSet::new();
     for path in [format!("/terminal/{ID}"), format!("/recordings/{ID}"), checkout, "/api/v1/docs".to_owned()] {

@@ -358,7 +358,7 @@ mod tests {
         let charged = || ProcessorPayment { amount_minor: 840, currency: gbp.clone(), ..paid(1000) };
         let bench = Bench::open().await;
         let presented = payment::Presentment { amount_minor: 840, currency: gbp.clone(), is_charged: true };
-        *bench.processor.order.lock().unwrap() = Some(ProcessorPayment { presented: Some(presented), ..paid(1000) });
+        bench.processor.objects().order = Some(ProcessorPayment { presented: Some(presented), ..paid(1000) });
         assert_eq!(payment(&bench.updater(1), charged()).await, NEWS);
         assert_eq!(bench.payment().await.presented.unwrap().amount_minor, 840);
         assert_eq!(payment(&bench.updater(2), charged()).await, KNOWN);
@@ -366,7 +366,7 @@ mod tests {
         // The order does not explain it.
         for order in [None, Some(ProcessorPayment { amount_minor: 999, ..paid(1000) })] {
             let bench = Bench::open().await;
-            *bench.processor.order.lock().unwrap() = order;
+            bench.processor.objects().order = order;
             for cause in 1..3 {
                 let outcome = payment(&bench.updater(cause), charged()).await;
                 assert!(matches!(outcome, Ok(UpdateOutcome::Rejected(why)) if why.contains("GBP")));
@@ -387,7 +387,7 @@ mod tests {
             assert_eq!(payment(&bench.updater(8), paid(1000)).await, KNOWN);
             assert_eq!(bench.payment().await.paid_at(), None);
             // It goes back, as was decided; that it comes back again waits for an operator.
-            bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+            bench.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
             assert_eq!(dispute(&bench.updater(9), disputed(DisputeStatus::Opened)).await, KNOWN);
             let won = dispute(&bench.updater(10), disputed(DisputeStatus::Won)).await;
             assert!(matches!(won, Ok(UpdateOutcome::Rejected(why)) if why.contains("dismissed")));
@@ -397,7 +397,7 @@ mod tests {
     #[tokio::test]
     async fn refund_of_money_beside_the_payment_is_rejected_for_an_operator() {
         let bench = Bench::deposited().await;
-        bench.processor.record.lock().unwrap().as_mut().unwrap().processor_id = "pi_2".to_owned();
+        bench.processor.objects().payments.get_mut(INTENT).unwrap().processor_id = "pi_2".to_owned();
         let outcome = refund(&bench.updater(1), refund_record("re_1", None, ProcessorRefundStatus::Succeeded)).await;
         assert!(matches!(outcome, Ok(UpdateOutcome::Rejected(why)) if why.contains("pi_2")));
         assert_eq!(bench.payment().await.left_minor(), 1000);
@@ -412,7 +412,7 @@ mod tests {
         // A payment that was not paid may be unknown.
         let expired = ProcessorPayment { payment_id: lost, status: ProcessorPaymentStatus::Expired, ..paid(1000) };
         assert_eq!(payment(&bench.updater(2), expired).await, Ok(UpdateOutcome::NotOurs));
-        bench.processor.record.lock().unwrap().as_mut().unwrap().payment_id = lost;
+        bench.processor.objects().payments.get_mut(INTENT).unwrap().payment_id = lost;
         assert!(is_rejected(
             refund(&bench.updater(3), refund_record("re_1", None, ProcessorRefundStatus::Succeeded)).await
         ));

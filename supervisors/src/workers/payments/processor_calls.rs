@@ -256,7 +256,7 @@ mod tests {
         let bench = Bench::created().await;
         assert_eq!(open(&bench.updater(1), PAYMENT).await.unwrap(), KNOWN, "a request may still open it");
         assert!(matches!(bench.payment().await.phase, Phase::Created { .. }));
-        bench.processor.set_status(ProcessorPaymentStatus::Open);
+        bench.set_status(ProcessorPaymentStatus::Open);
         open(&bench.updater(2), PAYMENT).await.unwrap();
         let payment = bench.payment().await;
         assert!(matches!(payment.phase, Phase::Open { .. }));
@@ -266,7 +266,7 @@ mod tests {
     #[tokio::test]
     async fn payment_that_was_paid_before_it_was_known_as_open_becomes_paid() {
         let bench = Bench::created().await;
-        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+        bench.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
         assert_eq!(open(&bench.updater(1), PAYMENT).await.unwrap(), NEWS);
         assert!(bench.payment().await.paid_at().is_some());
     }
@@ -275,13 +275,13 @@ mod tests {
     async fn check_applies_missed_updates_and_cancels_an_ended_payment() {
         let bench = Bench::open().await;
         assert_eq!(check(&bench.updater(1), PAYMENT, INTENT, false).await.unwrap(), KNOWN);
-        assert!(bench.processor.requests().is_empty());
+        assert!(bench.processor.objects().requests.is_empty());
         assert_eq!(check(&bench.updater(2), PAYMENT, INTENT, true).await.unwrap(), NEWS);
-        assert_eq!(bench.processor.requests(), ["cancel pi_1"]);
+        assert_eq!(bench.processor.objects().requests, ["cancel pi_1"]);
         assert!(matches!(bench.payment().await.phase, Phase::Expired { .. }));
 
         let bench = Bench::open().await;
-        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+        bench.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
         assert_eq!(check(&bench.updater(1), PAYMENT, INTENT, true).await.unwrap(), NEWS, "paid at the last moment");
         assert!(bench.payment().await.paid_at().is_some());
     }
@@ -289,12 +289,12 @@ mod tests {
     #[tokio::test]
     async fn refund_whose_answer_was_lost_is_found_and_not_requested_again() {
         let bench = Bench::refunding(400).await;
-        bench.processor.lose_next_reply();
+        bench.processor.lose_next_answer();
         let lost = refund(&bench.updater(1), PAYMENT, &wanted(400)).await;
         assert!(matches!(lost, Err(ProcessorCallError::Processor(ProcessorError::Unknown(_)))), "{lost:?}");
         assert_eq!(refund(&bench.updater(2), PAYMENT, &wanted(400)).await.unwrap(), NEWS);
         assert_eq!(refund(&bench.updater(3), PAYMENT, &wanted(400)).await.unwrap(), KNOWN);
-        assert_eq!(bench.processor.requests(), ["refund 400 of pi_1"]);
+        assert_eq!(bench.processor.objects().requests, ["refund 400 of pi_1"]);
         assert_eq!(bench.payment().await.left_minor(), 600);
         assert!(bench.payment().await.is_settled());
     }
@@ -305,7 +305,7 @@ mod tests {
         bench.processor.fail_next(ProcessorError::Later("busy".to_owned()));
         assert!(refund(&bench.updater(1), PAYMENT, &wanted(400)).await.is_err());
         assert!(!bench.payment().await.is_settled());
-        bench.processor.refuse_refunds();
+        bench.processor.objects().refuses_refunds = true;
         assert_eq!(refund(&bench.updater(2), PAYMENT, &wanted(400)).await.unwrap(), NEWS);
         let payment = bench.payment().await;
         assert!(matches!(payment.refunds[&REFUND].taking, RefundDebit::Taken { amount_minor: 400 }));

@@ -341,7 +341,7 @@ mod tests {
         assert!(failed.starts_with("failed: "), "{failed}");
         assert_eq!(bench.payment().await.reversals.keys().collect::<Vec<_>>(), ["re_2"]);
         // The charge alone: its refunds are looked up.
-        bench.processor.refunds.lock().unwrap().push(ProcessorRefundRecord {
+        bench.processor.objects().refunds.push(ProcessorRefundRecord {
             processor_refund_id: "re_4".to_owned(),
             refund_id: None,
             of: Some(INTENT.to_owned()),
@@ -367,7 +367,7 @@ mod tests {
     #[tokio::test]
     async fn event_waits_while_the_processor_is_unreachable_and_an_unreadable_one_fails() {
         let bench = Bench::deposited().await;
-        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+        bench.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
         bench.processor.fail_next(ProcessorError::Later("gone".to_owned()));
         let event = stored(1, "refund.created", &refund("re_1", 100, INTENT));
         assert!(outcome_of(&bench, &event).await.starts_with("later: "));

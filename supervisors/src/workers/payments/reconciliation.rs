@@ -10,6 +10,7 @@ use crate::workers::WorkerDependencies;
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::state_machine::RequestOrigin;
 use edge::payment_processor::{ProcessorError, ProcessorListing};
+use persistence::metrics::registered;
 use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
 use std::collections::BTreeSet;
@@ -83,11 +84,7 @@ impl Reconciler {
         leases: Leases,
         every: Duration,
     ) -> anyhow::Result<Self> {
-        let counter = |name, help| -> anyhow::Result<IntCounter> {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone()))?;
-            Ok(counter)
-        };
+        let counter = |name, help| registered(registry, IntCounter::new(name, help));
         Ok(Self {
             updater,
             leases,
@@ -326,17 +323,17 @@ mod tests {
     #[tokio::test]
     async fn unreported_objects_are_applied_and_counted_once() {
         let bench = Bench::open().await;
-        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".to_owned()) });
-        bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
+        bench.set_status(ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".to_owned()) });
+        bench.processor.objects().refunds.push(reversal("re_1"));
         let (dispute_id, of) = ("dp_1".to_owned(), Some("ch_1".to_owned()));
         let (amount_minor, currency, status) = (200, eur(), DisputeStatus::Opened);
         let dispute = Dispute { dispute_id, of, amount_minor, currency, status };
-        bench.processor.disputes.lock().unwrap().push(dispute);
+        bench.processor.objects().disputes.push(dispute);
         let reconciler = reconciler(&bench);
         assert_eq!(missed(&reconciler).await.unwrap(), 3);
         assert_eq!(missed(&reconciler).await.unwrap(), 0);
         assert_eq!(bench.payment().await.left_minor(), 700);
-        bench.processor.disputes.lock().unwrap()[0].status = DisputeStatus::Won;
+        bench.processor.objects().disputes[0].status = DisputeStatus::Won;
         assert_eq!(missed(&reconciler).await.unwrap(), 1, "months later");
         assert_eq!(bench.payment().await.left_minor(), 900);
         assert_eq!(reconciler.missed.get(), 4);
@@ -350,8 +347,8 @@ mod tests {
         let mut refunds = [reversal("re_1"), reversal("re_2")];
         // Its payment cannot be looked up, since the processor does not answer.
         refunds[0].of = Some("pi_slow".to_owned());
-        bench.processor.refunds.lock().unwrap().extend(refunds);
-        bench.processor.time_out_for("pi_slow");
+        bench.processor.objects().refunds.extend(refunds);
+        bench.processor.objects().silent_on = Some("pi_slow".to_owned());
         assert!(matches!(missed(&reconciler).await, Err(ReconciliationError::Update { count: 1, .. })));
         assert_eq!(bench.payment().await.left_minor(), 900);
         bench.processor.fail_next(ProcessorError::Later("down".to_owned()));
@@ -362,7 +359,7 @@ mod tests {
     async fn contradiction_is_counted_and_does_not_stop_the_run() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
-        bench.processor.record.lock().unwrap().as_mut().unwrap().processor_id = "pi_2".to_owned();
+        bench.processor.objects().payments.get_mut(INTENT).unwrap().processor_id = "pi_2".to_owned();
         assert_eq!(missed(&reconciler).await.unwrap(), 0);
         assert_eq!(reconciler.contradicted.get(), 1, "paid twice");
     }
@@ -371,8 +368,8 @@ mod tests {
     async fn money_paid_otherwise_of_which_no_event_arrived_is_under_review() {
         let bench = Bench::open().await;
         let reconciler = reconciler(&bench);
-        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
-        bench.processor.record.lock().unwrap().as_mut().unwrap().amount_minor = 840;
+        bench.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+        bench.processor.objects().payments.get_mut(INTENT).unwrap().amount_minor = 840;
         assert_eq!(missed(&reconciler).await.unwrap(), 0);
         assert_eq!(reconciler.contradicted.get(), 1);
         let phase = bench.payment().await.phase;
@@ -384,7 +381,7 @@ mod tests {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
         let now = Utc::now();
-        let asked_for = || bench.processor.refunds_asked_since.lock().unwrap().clone();
+        let asked_for = || bench.processor.objects().refunds_listed_since.clone();
         bench.processor.fail_next(ProcessorError::Later("down".to_owned()));
         assert!(reconciler.look_back(now, now).await.is_err());
         for _ in 0..2 {
@@ -401,25 +398,25 @@ mod tests {
     async fn unreadable_objects_and_cut_off_lists_are_counted_and_do_not_stop_the_run() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
-        bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
-        *bench.processor.unread.lock().unwrap() = (vec!["re_odd".to_owned()], true);
+        bench.processor.objects().refunds.push(reversal("re_1"));
+        bench.processor.objects().unread = (vec!["re_odd".to_owned()], true);
         let (dispute_id, of) = ("dp_1".to_owned(), Some("ch_1".to_owned()));
         let (amount_minor, currency, status) = (200, eur(), DisputeStatus::Opened);
-        bench.processor.disputes.lock().unwrap().push(Dispute { dispute_id, of, amount_minor, currency, status });
+        bench.processor.objects().disputes.push(Dispute { dispute_id, of, amount_minor, currency, status });
         let now = Utc::now();
         assert_eq!(reconciler.look_back(now, now).await.unwrap(), 2, "the turn goes through");
         assert_eq!(bench.payment().await.left_minor(), 700);
         assert_eq!(reconciler.skipped.get(), 2);
         reconciler.look_back(now, now).await.unwrap();
         assert_eq!(reconciler.skipped.get(), 3, "one is known, the list is as long as before");
-        assert_eq!(*bench.processor.refunds_asked_since.lock().unwrap(), [now - LONG_LOOKBACK, now]);
+        assert_eq!(bench.processor.objects().refunds_listed_since, [now - LONG_LOOKBACK, now]);
     }
 
     #[tokio::test]
     async fn failed_list_does_not_stop_the_other_lists() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
-        bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
+        bench.processor.objects().refunds.push(reversal("re_1"));
         bench.processor.fail_next(ProcessorError::Later("payments cannot be listed".to_owned()));
         assert!(matches!(missed(&reconciler).await, Err(ReconciliationError::Processor(_))));
         assert_eq!(bench.payment().await.left_minor(), 900);
