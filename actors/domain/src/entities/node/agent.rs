@@ -202,3 +202,27 @@ impl Agent {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{decided_at, seen, start};
+    use super::*;
+
+    #[test]
+    fn contact_is_recorded_where_the_last_one_is_old_and_the_agent_is_silent_after_its_time() {
+        let mut agent = Agent::default();
+        assert!(agent.is_silent(start()) && agent.silent_since(start()).is_none(), "it was never in contact");
+        let mut heartbeat_at = |now| {
+            decided_at(now, |ctx| agent.record_contact(*seen("boot-1"), ContactKind::Heartbeat, false, ctx));
+            let contact = agent.contact.clone().unwrap();
+            (contact.last_seen_at, contact.silent_at)
+        };
+        let (_, silent_at) = heartbeat_at(start());
+        let soon = start() + chrono::TimeDelta::seconds(1);
+        assert_eq!(heartbeat_at(soon), (start(), silent_at), "a recent one is not written again");
+        let late = silent_at - chrono::TimeDelta::seconds(1);
+        let (last_seen_at, silent_at) = heartbeat_at(late);
+        assert_eq!(last_seen_at, late);
+        assert_eq!((agent.is_silent(late), agent.silent_since(silent_at)), (false, Some(late)));
+    }
+}

@@ -316,3 +316,24 @@ impl Health {
         self.findings.iter().find(stops).map(|known| format!("{}/{}", known.reported.probe, known.reported.code))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{decided_at, start};
+    use super::*;
+
+    #[test]
+    fn report_of_findings_replaces_what_an_older_agent_judged() {
+        let mut health = Health::default();
+        let judged = NodeHealth { status: NodeHealthStatus::Critical, ..NodeHealth::default() };
+        decided_at(start(), |ctx| health.report(judged, start(), ctx));
+        assert!(health.is_machine_critical());
+        let report = FindingReport { sent_at: start(), findings: Vec::new(), is_truncated: false };
+        let reported = NodeHealth { report: Some(report), ..NodeHealth::default() };
+        decided_at(start(), |ctx| health.report(reported, start(), ctx));
+        assert_eq!((health.reported.status, health.is_machine_critical()), (NodeHealthStatus::Ok, false));
+        let unknown = FindingId(uuid::Uuid::from_u128(1));
+        let cleared = decided_at(start(), |ctx| health.clear(unknown, "looked at", ctx));
+        assert_eq!(cleared.unwrap_err(), Rejection::FindingUnknown);
+    }
+}

@@ -284,3 +284,24 @@ impl Identity {
 fn constant_time_eq(a: &[u8; 32], b: &[u8; 32]) -> bool {
     a.iter().zip(b).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{certificate, decided_at, start};
+    use super::*;
+
+    #[test]
+    fn lost_renewals_drop_no_certificate_that_the_agent_uses() {
+        let mut identity = Identity::default();
+        decided_at(start(), |ctx| identity.enroll(certificate("first"), [1; 32], "key".to_owned(), ctx));
+        for n in 0..3 * CERTIFICATES {
+            identity.renew("first", certificate(&format!("lost-{n}")), start());
+        }
+        assert_eq!(identity.certificates.len(), CERTIFICATES);
+        let ends_at = identity.certificates["first"].not_after;
+        assert_eq!(identity.check_certificate("first", start()), Ok(()));
+        assert_eq!(identity.check_certificate("first", ends_at), Err(Rejection::CertificateExpired));
+        identity.revoke();
+        assert_eq!(identity.check_certificate("first", start()), Err(Rejection::CertificateUnknown));
+    }
+}

@@ -149,3 +149,28 @@ impl Phase {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{decided_at, start};
+    use super::*;
+
+    #[test]
+    fn phase_other_than_a_quarantine_ends_the_holds() {
+        let mut lifecycle = Lifecycle::registered("new", start());
+        let hold = |author, code| QuarantineHold { author, code, message: "m".to_owned(), since_at: start() };
+        let later = start() + chrono::TimeDelta::hours(1);
+        decided_at(later, |ctx| {
+            lifecycle.quarantine_holds.push(hold(HoldAuthor::Health, StateCode::HealthCritical));
+            let was = Box::new(Phase::Active);
+            lifecycle.enter(Phase::Quarantined { was }, StateCode::HealthCritical, "it failed", ctx);
+            assert_eq!((lifecycle.quarantine_holds.len(), lifecycle.phase.underlying()), (1, &Phase::Active));
+            let event = lifecycle.enter(Phase::Retired, StateCode::Registered, "retired", ctx);
+            assert!(
+                matches!(event, Event::NodeStateChanged { from: Some(from), to, .. } if (&*from, &*to) == ("quarantined", "retired"))
+            );
+        });
+        assert!(lifecycle.quarantine_holds.is_empty());
+        assert_eq!(lifecycle.entered_at, later);
+    }
+}

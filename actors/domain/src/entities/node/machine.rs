@@ -161,3 +161,26 @@ impl NodeMachine {
         below_sku.or_else(|| self.hardware_drift())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{inventory, registration, start};
+    use super::*;
+
+    #[test]
+    fn new_address_drops_the_probe_of_the_old_one_and_an_inventory_is_compared_with_the_sku() {
+        let probe = ProbeOutcome { reachable: true, checked_at: start(), error: None };
+        let mut machine = NodeMachine::registered(registration(), Some(probe), None, start());
+        let mut revise = |host: Option<&str>| {
+            let address = (host.map(str::to_owned), None, None);
+            machine.revise(address, None, &MetadataPatch::default()).unwrap();
+            machine.probe.is_some()
+        };
+        assert_eq!([revise(None), revise(Some("node-a")), revise(Some("node-b"))], [true, true, false]);
+        let gpus = machine.registration.gpus_total;
+        for (listed, missing, fits) in [(gpus, 0, true), (gpus - 1, 0, false), (gpus - 1, 1, true)] {
+            machine.inventory = Some(inventory(listed));
+            assert_eq!(machine.mismatch(missing, false).is_none(), fits, "{listed} listed, {missing} missing");
+        }
+    }
+}

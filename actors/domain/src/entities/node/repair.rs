@@ -211,3 +211,23 @@ impl MachineRepair {
         self.unfit_gpu().is_some() || self.findings_for_a_reboot(view).any(|known| known.is_confirmed(ctx))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{decided_at, start};
+    use super::*;
+
+    #[test]
+    fn attempts_count_together_for_a_day() {
+        let mut repair = MachineRepair::default();
+        let task_id = TaskId(uuid::Uuid::from_u128(1));
+        let again = ATTEMPTS_COUNT_FOR - TimeDelta::seconds(1);
+        for (at, attempts) in [(TimeDelta::zero(), 1), (again, 2), (again + ATTEMPTS_COUNT_FOR, 1)] {
+            decided_at(start() + at, |ctx| repair.begin(task_id, Some("xid/79"), ctx));
+            assert_eq!(repair.of_machine.as_ref().map(|it| it.attempts), Some(attempts), "{at}");
+        }
+        assert_eq!((repair.pending_task(), repair.obstacle().is_some()), (Some(task_id), true));
+        decided_at(start(), |ctx| repair.enter(RepairPhase::Succeeded, ctx));
+        assert_eq!((repair.pending_task(), repair.obstacle()), (None, None));
+    }
+}

@@ -347,3 +347,25 @@ fn task_time(update: Option<&AgentUpdate>, ctx: &TransitionContext<'_>) -> TimeD
     let commit = update.map_or(0, |update| update.commit_seconds);
     ctx.policy.seconds(PolicyKey::NodeTaskTimeout, &Scopes::global(), ctx.now) + TimeDelta::seconds(commit.into())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{decided_at, start};
+    use super::*;
+
+    #[test]
+    fn tasks_without_a_result_are_bounded_and_one_with_the_agent_is_not_resumed() {
+        let mut tasks = Tasks::default();
+        let add = |tasks: &mut Tasks, n: usize| {
+            let subject = TaskSubject::default();
+            let at = start() + TimeDelta::seconds(i64::try_from(n).unwrap());
+            decided_at(at, |ctx| tasks.add(TaskType::DiagnosticsCollect, subject, None, ctx))
+        };
+        let open = add(&mut tasks, 0).unwrap();
+        assert!((1..MAX_OPEN).all(|n| add(&mut tasks, n).is_some()));
+        assert_eq!(add(&mut tasks, MAX_OPEN), None);
+        let resumed = decided_at(start(), |ctx| tasks.resume(open, ctx));
+        assert!(matches!(resumed, Err(Rejection::TaskDoesNotWait { why }) if why == "it is with the agent"));
+        assert_eq!(tasks.reported(open, 2).unwrap_err(), Rejection::StaleAttempt { given: 2, current: 1 });
+    }
+}

@@ -195,3 +195,34 @@ pub fn user_name(allocation_id: AllocationId) -> String {
     let id = allocation_id.0.as_simple().to_string();
     format!("gpu-{}", &id[id.len() - 16..])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{decided_at, start};
+    use super::*;
+
+    #[test]
+    fn hold_is_confirmed_when_its_timer_is_due_and_excludes_others_where_gpus_are_not_isolated() {
+        let placed = |gpu: &str| Placement {
+            devices: vec![GpuDevice { index: 0, uuid: gpu.to_owned() }],
+            host: "node-a".to_owned(),
+            port: 22,
+            user_name: "gpu-1".to_owned(),
+            region_code: "eu".to_owned(),
+            host_fingerprint: None,
+        };
+        let allocation_id = AllocationId(uuid::Uuid::from_u128(1));
+        let reserve = |ctx: &TransitionContext<'_>| {
+            Tenancy::default().reserve((allocation_id, placed("GPU-0")), Vec::new(), 0, false, ctx).next.unwrap()
+        };
+        let tenancy = decided_at(start(), reserve);
+        assert_eq!(tenancy.held_gpus().collect::<Vec<_>>(), ["GPU-0"]);
+        assert_eq!((tenancy.in_use(), tenancy.occupied(true)), (Some(allocation_id), None));
+        assert!(tenancy.occupied(false).is_some());
+        let due_at = tenancy.next_resend_at().unwrap();
+        assert!(decided_at(start(), |ctx| tenancy.confirm_holds(ctx)).next.is_none());
+        let confirmed = decided_at(due_at, |ctx| tenancy.confirm_holds(ctx));
+        assert_eq!(confirmed.events.len(), 1);
+        assert!(confirmed.next.unwrap().next_resend_at().unwrap() > due_at);
+    }
+}

@@ -51,7 +51,7 @@ const SERIAL: &str = "01";
 const HASH: [u8; 32] = [7; 32];
 const GPUS: u32 = 4;
 
-fn start() -> Timestamp {
+pub(super) fn start() -> Timestamp {
     Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
 }
 
@@ -67,11 +67,11 @@ fn worker() -> Principal {
     Principal::system("provisioning")
 }
 
-fn registration() -> Registration {
+pub(super) fn registration() -> Registration {
     node_fixture::registration(SkuId(Uuid::from_u128(1)), GPUS)
 }
 
-fn inventory(gpus: u32) -> ReportedInventory {
+pub(super) fn inventory(gpus: u32) -> ReportedInventory {
     let mut inventory = node_fixture::reported_inventory("", gpus);
     for gpu in &mut inventory.gpus {
         (gpu.uuid, gpu.memory_mib) = (format!("GPU-{}", gpu.index), 79_000);
@@ -79,7 +79,7 @@ fn inventory(gpus: u32) -> ReportedInventory {
     inventory
 }
 
-fn seen(boot_id: &str) -> Box<AgentContact> {
+pub(super) fn seen(boot_id: &str) -> Box<AgentContact> {
     Box::new(AgentContact {
         boot_id: boot_id.into(),
         agent_version: "1".into(),
@@ -102,7 +102,7 @@ fn heartbeat(status: NodeHealthStatus, inventory: ReportedInventory) -> Request 
     }
 }
 
-fn certificate(serial: &str) -> CertificateRecord {
+pub(super) fn certificate(serial: &str) -> CertificateRecord {
     CertificateRecord {
         serial: serial.into(),
         not_after: start() + TimeDelta::days(30),
@@ -187,6 +187,12 @@ struct Story {
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
     TransitionContext { seed: 7, id: NODE.0, version: 3, ..TransitionContext::in_test(now, policy, by) }
+}
+
+/// What a part decides at this time, by the default policies.
+pub(super) fn decided_at<T>(now: Timestamp, decide: impl FnOnce(&TransitionContext<'_>) -> T) -> T {
+    let (policy, by) = (PolicyBook::default(), worker());
+    decide(&ctx(now, &policy, &by))
 }
 
 fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {

@@ -170,3 +170,29 @@ fn shows_nothing(failed: Option<ValidationLevel>, report: &ValidationReport) -> 
     let why: Vec<_> = report.not_tested.iter().map(|(test, why)| format!("{test} was not tested ({why})")).collect();
     Some(format!("nothing was measured of a machine that failed a {failed} validation: {}", why.join(", ")))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::start;
+    use super::*;
+
+    #[test]
+    fn machine_that_failed_a_level_is_fit_by_a_validation_of_that_level_alone() {
+        let mut part = Validation::default();
+        let note = |part: &mut Validation, level, shortfalls: &[&str]| {
+            let failed = part.failed_level(false);
+            let shortfalls = shortfalls.iter().map(|it| (*it).to_owned()).collect();
+            let (task_id, measurements, not_tested) = (TaskId(uuid::Uuid::nil()), BTreeMap::new(), BTreeMap::new());
+            part.note(
+                NodeValidation { task_id, level, ended_at: start(), measurements, not_tested, shortfalls },
+                failed,
+            );
+        };
+        note(&mut part, ValidationLevel::Deep, &["the disk is slow"]);
+        note(&mut part, ValidationLevel::Quick, &[]);
+        assert_eq!(part.failed_level(false), Some(ValidationLevel::Deep));
+        assert!(part.obstacle(false).unwrap().contains("deep") && part.lacks_first(false, part.failed_level(false)));
+        note(&mut part, ValidationLevel::Deep, &[]);
+        assert_eq!((part.failed_level(false), part.obstacle(false)), (None, None));
+    }
+}

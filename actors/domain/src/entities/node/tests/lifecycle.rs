@@ -342,24 +342,6 @@ fn alert_that_prevents_allocation_stops_placement_while_active() {
 }
 
 #[test]
-fn change_of_address_drops_the_probe_outcome() {
-    let probe = |reachable| Some(ProbeOutcome { reachable, checked_at: start(), error: None });
-    let revise = |host: &str, probe| Request::Revise {
-        host: Some(host.into()),
-        port: None,
-        ssh_username: None,
-        probe,
-        metadata: MetadataPatch::default(),
-        if_version: None,
-    };
-    let mut story = node();
-    story.node.machine.probe = probe(true);
-    assert_eq!(story.clone().admin(revise("node-a", None)).node.machine.probe, probe(true), "the same address");
-    assert_eq!(story.clone().admin(revise("node-b", None)).node.machine.probe, None);
-    assert_eq!(story.admin(revise("node-b", probe(false))).node.machine.probe, probe(false));
-}
-
-#[test]
 fn a_quarantined_machine_that_is_beyond_repair_can_be_removed() {
     let used = node().active().ready().quarantined();
     assert_eq!(used.refuses(&admin(), retire(false)), Rejection::InUse { allocation_id: TENANT });
@@ -392,20 +374,6 @@ fn quarantined_node_that_has_drained_is_retired_on_release() {
     let draining = node().active().ready().admin(retire(true)).quarantined();
     let emptied = draining.cleaning(1).reports(PROVED).expect("quarantined");
     emptied.admin(Request::ReleaseQuarantine { reason: "r".into() }).expect("retired");
-}
-
-#[test]
-fn silent_node_has_the_time_of_its_last_contact_in_every_state() {
-    let active = node().active();
-    let last = Some(active.node.agent.contact.as_ref().unwrap().last_seen_at);
-    assert_eq!(active.node.agent.silent_since(active.now), None);
-    let offline = active.clone().offline().expect("offline");
-    assert_eq!(offline.node.agent.silent_since(offline.now), last);
-    // A quarantined node does not become offline.
-    let quarantined = active.quarantined().after(TimeDelta::seconds(90));
-    assert_eq!(quarantined.node.agent.silent_since(quarantined.now), last);
-    let back = quarantined.after_heartbeat().expect("quarantined");
-    assert_eq!(back.node.agent.silent_since(back.now), None);
 }
 
 #[test]
