@@ -60,16 +60,6 @@ impl CommitterMetrics {
     }
 
     pub(super) fn count(&self, outcome: &CommitOutcome) {
-        let label = match outcome {
-            CommitOutcome::Applied => "applied",
-            CommitOutcome::Conflict => "conflict",
-            CommitOutcome::Claimed { .. } => "claimed",
-            CommitOutcome::Duplicate(_) => "duplicate",
-            CommitOutcome::Fenced => "fenced",
-            CommitOutcome::Refused { .. } => "refused",
-            CommitOutcome::NotApplied { .. } => "not_applied",
-            CommitOutcome::Unknown { .. } => "unknown",
-        };
-        self.outcomes.with_label_values(&[label]).inc();
+        self.outcomes.with_label_values(&[outcome.into_str()]).inc();
     }
 }

@@ -130,17 +130,7 @@ async fn play(rounds: Vec<Vec<CommitAttempt>>) {
         let commits: Vec<Commit> = planned.iter().map(|(commit, _)| commit.clone()).collect();
         let outcomes = store.commit_all(&commits).await;
         for ((attempt, (commit, expected)), outcome) in round.iter().zip(planned).zip(outcomes) {
-            let got = match &outcome {
-                CommitOutcome::Applied => "applied",
-                CommitOutcome::Conflict => "conflict",
-                CommitOutcome::Claimed { .. } => "claimed",
-                CommitOutcome::Duplicate(_) => "duplicate",
-                CommitOutcome::Fenced => "fenced",
-                CommitOutcome::Refused { .. } => "refused",
-                CommitOutcome::NotApplied { .. } => "not applied",
-                CommitOutcome::Unknown { .. } => "unknown",
-            };
-            assert_eq!(got, expected, "{attempt:?}: {outcome:?}");
+            assert_eq!(outcome.into_str(), expected, "{attempt:?}: {outcome:?}");
             if outcome == CommitOutcome::Applied {
                 model.apply(attempt.entity, commit);
             }

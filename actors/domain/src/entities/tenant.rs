@@ -53,17 +53,8 @@ pub type Command = state_machine::AnyCommand<Request, Instruction>;
 state_machine::impl_command_from!(Request, Instruction);
 
 /// What users ask of their tenant.
-#[derive(
-    Clone,
-    Debug,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    strum::IntoStaticStr,
-    strum::VariantNames,
-    strum::EnumDiscriminants,
-)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(strum::IntoStaticStr, strum::VariantNames, strum::EnumDiscriminants)]
 #[strum_discriminants(
     name(CommandName),
     doc = "The name of a request.",

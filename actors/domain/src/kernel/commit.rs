@@ -90,6 +90,8 @@ pub struct CommandRecord {
 
 /// The result of a [`Commit`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum CommitOutcome {
     /// Durable.
     Applied,

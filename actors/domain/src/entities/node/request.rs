@@ -15,17 +15,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// What administrators ask of a node, and the messages of its agent.
-#[derive(
-    Clone,
-    Debug,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    strum::IntoStaticStr,
-    strum::VariantNames,
-    strum::EnumDiscriminants,
-)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(strum::IntoStaticStr, strum::VariantNames, strum::EnumDiscriminants)]
 #[strum_discriminants(
     name(CommandName),
     doc = "The name of a request.",

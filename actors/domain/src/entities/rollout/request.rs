@@ -16,17 +16,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 const ON_THE_WAY: TimeDelta = TimeDelta::minutes(2);
 
 /// What administrators ask of a rollout.
-#[derive(
-    Clone,
-    Debug,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    strum::IntoStaticStr,
-    strum::VariantNames,
-    strum::EnumDiscriminants,
-)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(strum::IntoStaticStr, strum::VariantNames, strum::EnumDiscriminants)]
 #[strum_discriminants(
     name(CommandName),
     doc = "The name of a request.",
