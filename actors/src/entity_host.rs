@@ -1,5 +1,7 @@
 //! The entities of the shards that this process owns: activated by their first command, passivated when idle, with a bound in front of
 //! every mailbox, and parked where they fail too often.
+//!
+//! The host and [`crate::entity`] know each other: it spawns the actor, and the actor reports its commits and its end to it.
 
 mod activation;
 mod concurrency_primitives;

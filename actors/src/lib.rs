@@ -1,8 +1,16 @@
 //! The shell that hosts every state machine.
 //!
-//! [`entity_shell`] is the protocol (load, decide, commit, outcomes, dispatch, passivation) as a synchronous state machine. [`entity`] is the
-//! ractor actor that hosts it. [`entity_host`] holds the entities of the shards that this process owns, with a bound in front of every
-//! mailbox. [`directory`] finds an entity on any member. What the shell requires of its environment are the traits of [`shell_dependencies`].
+//! | module | what |
+//! | --- | --- |
+//! | [`entity_shell`] | the protocol as a synchronous state machine: load, decide, commit, outcomes, dispatch, passivation |
+//! | `entity` | the ractor actor that hosts it |
+//! | [`entity_host`] | the entities of the shards that this process owns, with a bound in front of every mailbox |
+//! | [`directory`] | finds an entity on any member |
+//! | [`command_context`] | who asks, until when, and what is answered |
+//! | [`shell_dependencies`] | what the shell requires of its environment, as traits |
+//! | [`sharding`] | the shard of an id, and ids that derive from names |
+//! | [`connection_quota`], [`rate_cells`] | quotas of callers, in memory, at the owner of their shard |
+//! | `entity_watch`, `recent_changes`, `changed_nodes` | wakes for those who read what has changed |
 
 mod changed_nodes;
 pub mod command_context;

@@ -3,8 +3,6 @@
 
 use nix::unistd::{Gid, User, setgid, setgroups, setuid};
 
-use crate::config::{ExecutorChoice, Flags};
-
 /// Why the agent cannot run as its user.
 #[derive(Debug, thiserror::Error)]
 pub enum RunAsError {
@@ -27,19 +25,25 @@ pub enum RunAsError {
     },
 }
 
-/// Becomes the user that the flags name. To be called before there is a second thread.
+/// Becomes the user for tenants of the sandbox executor. To be called before there is a second thread.
 ///
 /// # Errors
 /// [`RunAsError`]
-pub fn become_user(flags: &Flags) -> Result<(), RunAsError> {
+pub fn become_sandbox_user(user: Option<&str>) -> Result<(), RunAsError> {
     let is_root = nix::unistd::Uid::effective().is_root();
-    match (flags.executor, &flags.user) {
-        (ExecutorChoice::System, None) => Ok(()),
-        (ExecutorChoice::System, Some(_)) => Err(RunAsError::SystemStaysRoot),
-        (ExecutorChoice::Sandbox, None) if is_root => Err(RunAsError::SandboxIsRoot),
-        (ExecutorChoice::Sandbox, None) => Ok(()),
-        (ExecutorChoice::Sandbox, Some(name)) => change_to(name, is_root),
+    match user {
+        None if is_root => Err(RunAsError::SandboxIsRoot),
+        None => Ok(()),
+        Some(name) => change_to(name, is_root),
     }
+}
+
+/// Stays root, for tenants of the system executor.
+///
+/// # Errors
+/// [`RunAsError::SystemStaysRoot`] where the flags name a user.
+pub fn stay_root(user: Option<&str>) -> Result<(), RunAsError> {
+    user.map_or(Ok(()), |_| Err(RunAsError::SystemStaysRoot))
 }
 
 fn change_to(name: &str, is_root: bool) -> Result<(), RunAsError> {

@@ -23,7 +23,7 @@ mod flags;
 mod sources;
 mod system_settings;
 
-pub use flags::{AgentCommand, ExecutorChoice, Flags, IntegrityChecks};
+pub use flags::{AgentCommand, AgentDoctorArgs, ExecutorChoice, FindingsOutput, Flags, IntegrityChecks};
 pub(crate) use sources::Sources;
 pub(crate) use system_settings::OWN_VARIABLES;
 

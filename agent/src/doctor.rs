@@ -6,7 +6,7 @@ mod node_api;
 mod service;
 mod settings;
 
-use crate::config::Flags;
+use crate::config::{AgentDoctorArgs, FindingsOutput, Flags};
 use std::io::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,21 +16,6 @@ use telemetry::diagnosis::{DiagnosticCheck, DiagnosticFinding, examine};
 
 /// The environment file of the agent's unit.
 const ENV_FILE: &str = "/etc/gpuaas/agent.env";
-
-/// The form of the result.
-#[derive(Debug, Clone, clap::Args)]
-pub struct AgentDoctorArgs {
-    #[arg(long, value_enum, default_value_t)]
-    output: FindingsOutput,
-}
-
-/// How findings are printed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum FindingsOutput {
-    #[default]
-    Text,
-    Json,
-}
 
 /// What to do where a file system hangs.
 const DISK: &str =

@@ -6,11 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use sysinfo::System;
-use uuid::Uuid;
 use wire::heartbeat::{GpuTelemetry, Telemetry};
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, IMAGE_DIGEST_FILE, InstalledSystem, NodeInventory};
 
-use crate::atomic_file::{self, FileError};
 use crate::bounded_reading::BoundedReading;
 use crate::health::finding_log::Condition;
 use crate::health::machine_conditions::late_readings;
@@ -188,16 +186,6 @@ fn installed_system(root: &Path) -> InstalledSystem {
     InstalledSystem { machine_id: first_line("/etc/machine-id"), image_digest: first_line(IMAGE_DIGEST_FILE) }
 }
 
-/// The kernel's boot id.
-///
-/// # Errors
-/// [`FileError`] when the kernel does not provide it.
-pub fn boot_id() -> Result<Uuid, FileError> {
-    let path = Path::new("/proc/sys/kernel/random/boot_id");
-    let text = atomic_file::read_if_there(path)?.unwrap_or_default();
-    text.trim().parse().map_err(|error| FileError::at("read", path)(std::io::Error::other(error)))
-}
-
 /// Measures load between calls.
 #[derive(Default)]
 struct LoadMeter(Mutex<Option<System>>);
@@ -244,7 +232,6 @@ mod tests {
         assert_eq!((inventory.system, readings.conditions()), (Some(installed_system(Path::new("/"))), Vec::new()));
         let load = readings.telemetry(Vec::new());
         assert!(load.memory_used_mib > Some(0) && load.storage_used_gib.is_some(), "{load:?}");
-        assert!(boot_id().is_ok());
     }
 
     #[test]

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use agent::agent_user::become_user;
+use agent::agent_user::{become_sandbox_user, stay_root};
 use agent::chain;
-use agent::config::{AgentCommand, AgentConfig, AgentConfigError, Flags};
+use agent::config::{AgentCommand, AgentConfig, AgentConfigError, ExecutorChoice, Flags};
 use agent::daemon::{Fatal, STOP_TIMEOUT};
 use agent::service_manager::ServiceManager;
 use agent::stop_signals::StopSignals;
@@ -35,7 +35,11 @@ fn main() -> ExitCode {
     // Before anything is started that would inherit a stored descriptor.
     let manager = Arc::new(ServiceManager::from_environment());
     // Before anything is opened, and before there is a second thread.
-    let user = become_user(&flags).map_err(AgentConfigError::from);
+    let user = match flags.executor {
+        ExecutorChoice::Sandbox => become_sandbox_user(flags.user.as_deref()),
+        ExecutorChoice::System => stay_root(flags.user.as_deref()),
+    };
+    let user = user.map_err(AgentConfigError::from);
     // Fails only if one is installed already, which is this one.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let gathered = user.and_then(|()| AgentConfig::gather(&flags, |name| std::env::var(name).ok()));

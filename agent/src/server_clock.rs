@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use crate::atomic_file;
+use crate::atomic_file::{self, FileError};
 use crate::bounded_reading::{BoundedReading, WAIT};
 use crate::chain;
 
@@ -213,7 +213,7 @@ impl ServerClock {
     /// The clock of another process of the node, which stores nothing.
     #[must_use]
     pub fn peek(state_dir: &Path, node_id: Uuid) -> Self {
-        Self::of(read(&state_dir.join(FILE), node_id, crate::inventory::boot_id().ok()), None)
+        Self::of(read(&state_dir.join(FILE), node_id, boot_id().ok()), None)
     }
 
     /// A clock without a stored time.
@@ -428,6 +428,16 @@ fn store(path: &Path, boot_id: Uuid, bounds: TimeBounds, since_boot: Duration) {
     if let Err(error) = atomic_file::write_atomically(path, &text, atomic_file::PRIVATE) {
         warn!(error_code = "node_storage", error = chain(&error), "the control plane's time cannot be stored");
     }
+}
+
+/// The kernel's boot id.
+///
+/// # Errors
+/// [`FileError`] when the kernel does not provide it.
+pub fn boot_id() -> Result<Uuid, FileError> {
+    let path = Path::new("/proc/sys/kernel/random/boot_id");
+    let text = atomic_file::read_if_there(path)?.unwrap_or_default();
+    text.trim().parse().map_err(|error| FileError::at("read", path)(std::io::Error::other(error)))
 }
 
 #[cfg(test)]

@@ -25,8 +25,8 @@ use crate::chain;
 use crate::executor::cleanup_checks;
 use crate::gpus::Gpus;
 use crate::health::finding_log::Condition;
-use crate::inventory;
 use crate::repeated_failures::RepeatedFailures;
+use crate::server_clock;
 
 const FILE: &str = "unproved-gpus.json";
 /// The probe and the code of the finding.
@@ -91,7 +91,7 @@ impl UnprovedGpus {
         for (uuid, finding) in findings.iter().filter_map(|finding| Some((finding.unproved_gpu()?, finding))) {
             let why = finding.detail.clone().unwrap_or_else(|| "the driver gave no answer".to_owned());
             let unproved =
-                GpuWithoutProof { allocation_id, since: Utc::now(), why, boot_id: inventory::boot_id().ok() };
+                GpuWithoutProof { allocation_id, since: Utc::now(), why, boot_id: server_clock::boot_id().ok() };
             next.insert(uuid.to_owned(), unproved);
         }
         self.replace(next)
@@ -107,7 +107,7 @@ impl UnprovedGpus {
             return Ok(false);
         }
         let listed = gpus.survey(false).ok().filter(|survey| survey.unreadable.is_empty() && survey.lost == 0);
-        let booted = inventory::boot_id().ok();
+        let booted = server_clock::boot_id().ok();
         let is_removed = |uuid: &str, unproved: &GpuWithoutProof| {
             let is_listed = listed.as_ref().is_none_or(|survey| survey.gpus.iter().any(|gpu| gpu.info.uuid == uuid));
             !is_listed && booted.is_some() && unproved.boot_id.is_some() && booted != unproved.boot_id

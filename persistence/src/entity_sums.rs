@@ -6,7 +6,7 @@
 
 use crate::error::{OperationContext, StoreError, damaged};
 use crate::pool::begin;
-use crate::queries::numbers;
+use crate::shard_numbers::{numbers, shard};
 use domain::Visitor;
 use domain::id::{EntityKind, EntityRef, Shard, SkuId};
 use domain::state_machine::Machine;
@@ -99,7 +99,7 @@ impl Scanned {
             .fetch(database);
         let mut decoded = 0_usize;
         while let Some(row) = rows.try_next().await.doing(DOING)? {
-            let read = || Ok((row.try_get(0)?, crate::queries::shard(&row)?, row.try_get::<&str, _>(2)?));
+            let read = || Ok((row.try_get(0)?, shard(&row)?, row.try_get::<&str, _>(2)?));
             let (id, shard, body) = read().doing(DOING)?;
             match kind.visit(SummandOf(body)) {
                 Ok(None) => {}
@@ -153,7 +153,7 @@ pub async fn correct(pool: &PgPool, shards: &[Shard]) -> Result<SumReport, Store
     for row in &rows {
         // Groups of a newer release are left to it.
         if let Some(group) = group(row).doing(DOING)? {
-            stored.insert((crate::queries::shard(row).doing(DOING)?, group), amounts(row, 8).doing(DOING)?);
+            stored.insert((shard(row).doing(DOING)?, group), amounts(row, 8).doing(DOING)?);
         }
     }
     let mut scanned = Scanned::default();

@@ -1,7 +1,7 @@
 //! Errors of statements outside the committer.
 
+use crate::ended_sessions;
 use crate::outage_log;
-use crate::pool::ended_sessions;
 use crate::snapshot_seal::SealRefusal;
 
 /// A statement failed. `doing` is for the operator; the edge chooses what a caller of the API sees.

@@ -7,7 +7,7 @@
 use crate::envelope_encryption::{EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
 use crate::recordings::key_context;
-use crate::secrets::{SecretError, secret_context};
+use crate::secrets::{SecretError, Secrets, secret_context};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::{EntityKind, EntityRef};
@@ -80,6 +80,14 @@ pub type SealedCounts = BTreeMap<String, u64>;
 pub struct Rewrap {
     pool: PgPool,
     ring: Arc<KeyRing>,
+}
+
+impl Secrets {
+    /// Everything that is sealed, here and in other tables.
+    #[must_use]
+    pub fn rewrap(&self) -> Rewrap {
+        Rewrap::new(self.pool.clone(), Arc::clone(&self.ring))
+    }
 }
 
 /// An entity's value that is sealed under another key than the active one.

@@ -2,7 +2,7 @@
 
 pub use failures::chain;
 
-use crate::pool::ended_sessions;
+use crate::ended_sessions;
 use std::error::Error;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,6 +1,5 @@
 //! Connections of this process to Postgres.
 
-pub(crate) mod ended_sessions;
 mod hosts;
 mod nodelay_proxy;
 mod primary_monitor;
@@ -8,6 +7,7 @@ mod read_pool;
 pub(crate) mod session;
 mod socket_folder;
 
+use crate::ended_sessions;
 use hosts::options_of_hosts;
 use nodelay_proxy::{Route, through_nodelay_proxy};
 use primary_monitor::PrimaryMonitor;

@@ -25,7 +25,6 @@ pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
 pub use backups::BackupTimes;
 pub use billing_reads::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow};
 pub use capacity::FleetNodeRow;
-pub(crate) use entity::shard;
 pub use entity::{
     Cursor, EntityRow, HistoryRow, ListFilter, ListedEntity, NodeRow, NodeVersionRow, SkuReferences, StateCount,
 };
@@ -39,7 +38,6 @@ pub use policy::{PolicyFilter, PolicyRow};
 pub use replication::ReplicationStatus;
 pub use restored_position::LastCommit;
 pub use role_bindings::{BindingFilter, BindingRow};
-pub(crate) use shard::numbers;
 pub use shard::{AbandonedTerminal, DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
 
 use crate::idempotency::IdempotencyRecords;

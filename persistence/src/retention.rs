@@ -7,7 +7,6 @@ mod month;
 
 pub use month::Month;
 
-use crate::audit::{AuditKey, DropMonthError, drop_month};
 use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
 use chrono::{Months, TimeDelta};
@@ -153,34 +152,6 @@ fn partition(row: &PgRow) -> Result<Option<MonthPartition>, sqlx::Error> {
 pub fn expired(partitions: &[MonthPartition], cutoffs: &RetentionCutoffs) -> Vec<MonthPartition> {
     let is_expired = |it: &&MonthPartition| it.month.end().is_some_and(|end| end <= cutoffs.of_log(it.log));
     partitions.iter().filter(is_expired).copied().collect()
-}
-
-/// Removes a month: detaches it where it is attached, and drops it. A month of the audit log goes with a signed checkpoint for each chain.
-///
-/// # Errors
-/// [`DropMonthError`]; a month that is detached by then is dropped by the next run.
-pub async fn remove_month(
-    pool: &PgPool,
-    key: &AuditKey,
-    partition: MonthPartition,
-    now: Timestamp,
-) -> Result<MonthRemoval, DropMonthError> {
-    match partition.log {
-        MonthlyLog::Audit => match drop_month(pool, key, &partition.month.to_string(), now).await {
-            Ok(_) => Ok(MonthRemoval::Removed),
-            Err(DropMonthError::InUse(_)) => Ok(MonthRemoval::InUse),
-            Err(error) => Err(error),
-        },
-        MonthlyLog::History => {
-            let is_detached =
-                !partition.is_attached || detach_month(pool, partition.month).await? == MonthRemoval::Removed;
-            Ok(if is_detached {
-                drop_detached(pool, partition.log, partition.month).await?
-            } else {
-                MonthRemoval::InUse
-            })
-        }
-    }
 }
 
 /// Detaches a month of the history. From then on no statement on the history reads it.

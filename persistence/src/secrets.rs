@@ -3,7 +3,6 @@
 
 use crate::envelope_encryption::{EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
-use crate::key_rewrap::Rewrap;
 use crate::recordings::Recordings;
 use domain::state_machine::Timestamp;
 use secrecy::{ExposeSecret, SecretSlice};
@@ -38,20 +37,14 @@ pub enum SecretError {
 /// The named secrets of this cluster.
 #[derive(Clone, Debug)]
 pub struct Secrets {
-    pool: PgPool,
-    ring: Arc<KeyRing>,
+    pub(crate) pool: PgPool,
+    pub(crate) ring: Arc<KeyRing>,
 }
 
 impl Secrets {
     #[must_use]
     pub const fn new(pool: PgPool, ring: Arc<KeyRing>) -> Self {
         Self { pool, ring }
-    }
-
-    /// Everything that is sealed, here and in other tables.
-    #[must_use]
-    pub fn rewrap(&self) -> Rewrap {
-        Rewrap::new(self.pool.clone(), Arc::clone(&self.ring))
     }
 
     /// The recordings of terminal sessions.

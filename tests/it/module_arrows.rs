@@ -1,10 +1,12 @@
 //! Which module of a crate uses which other one: no circles, and no arrow from a lower floor to an upper one.
 //!
-//! The sources are read as text: `crate::` and `super::` paths, resolved through the re-exports of `lib.rs`. Test modules are not read.
+//! The sources are read as text: `crate::` and `super::` paths, resolved through the re-exports of `lib.rs`, and calls of methods (see
+//! [`calls`]). Test modules are not read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::LazyLock;
 
 /// A crate's source folder and its rules.
 struct Rules {
@@ -13,36 +15,58 @@ struct Rules {
     floors: &'static [&'static str],
     /// Floors whose modules do not use each other at all.
     apart: &'static [&'static str],
+    /// Arrows that close circles, without which there is none.
+    back: &'static [(&'static str, &'static str)],
 }
 
-const DOMAIN: Rules =
-    Rules { folder: "actors/domain/src", floors: &["kernel", "entities", "cross_entity"], apart: &["entities"] };
+impl Rules {
+    /// A crate whose top-level modules form no circle.
+    const fn of(folder: &'static str) -> Self {
+        Self { folder, floors: &[], apart: &[], back: &[] }
+    }
+}
+
+const FLOORS: &[&str] = &["kernel", "entities", "cross_entity"];
+
+const CRATES: [Rules; 7] = [
+    Rules { floors: FLOORS, apart: &["entities"], ..Rules::of("actors/domain/src") },
+    Rules { back: &[("entity_host", "entity")], ..Rules::of("actors/src") },
+    Rules { back: &AGENT_BACK, ..Rules::of("agent/src") },
+    Rules::of("edge/cli/src"),
+    Rules::of("edge/src"),
+    Rules::of("persistence/src"),
+    Rules::of("supervisors/src"),
+];
 
 /// The arrows from unit to unit, each with the places that draw it: file and path.
 type Arrows = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
 
-/// The crates whose top-level modules form no circle.
-const WITHOUT_FLOORS: [&str; 2] = ["edge/src", "supervisors/src"];
+/// What is left to be untangled of the agent.
+const AGENT_BACK: [(&str, &str); 8] = [
+    ("agent_update", "config"),
+    ("executor", "allocation_records"),
+    ("health", "config"),
+    ("health", "integrity"),
+    ("health", "system_executor"),
+    ("terminal", "executor"),
+    ("unproved_gpus", "executor"),
+    ("unproved_gpus", "health"),
+];
 
 #[test]
-fn modules_of_other_crates_form_no_circles() {
-    for folder in WITHOUT_FLOORS {
-        let violations = violations(&Rules { folder, floors: &[], apart: &[] }, &sources(folder));
-        assert!(violations.is_empty(), "{folder}:\n{}", violations.join("\n"));
-    }
+fn modules_of_a_crate_have_floors_and_no_circles() {
+    let found: Vec<String> = CRATES.iter().flat_map(|rules| violations(rules, &sources(rules.folder))).collect();
+    assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
-#[test]
-fn modules_of_domain_have_floors_and_no_circles() {
-    let violations = violations(&DOMAIN, &sources(DOMAIN.folder));
-    assert!(violations.is_empty(), "{}", violations.join("\n"));
-}
+const ENTITIES: &str = "actors/domain/src/entities";
 
-/// The files of an entity in parts, beside the file that has its name.
-const NODE: &str = "actors/domain/src/entities/node";
+/// The sources of the service, and those of the programs outside of it, which know nothing of each other: what both call is of neither.
+const SERVICE: [&str; 2] = ["actors/domain/src", "persistence/src"];
+const OUTSIDE: [&str; 2] = ["agent/src", "edge/cli/src"];
 
-/// Methods of the standard library that functions of the node are called like.
-const OF_COLLECTIONS: [&str; 4] = ["as_str", "clear", "insert", "remove"];
+/// Other methods of libraries that functions of ours are called like.
+const OF_LIBRARIES: [&str; 6] = ["as_fd", "condition", "help", "intersection", "read_until", "reload"];
 
 /// The parts of a node: their files do not name the node, nor each other's part.
 const PARTS: [(&str, &str); 9] = [
@@ -58,16 +82,27 @@ const PARTS: [(&str, &str); 9] = [
 ];
 
 #[test]
-fn files_of_the_node_form_no_circle() {
-    let arrows = file_arrows("node", &sources(NODE), &entity_file("node"));
-    let Some(circle) = circle(&arrows) else { return };
-    let steps = circle.iter().zip(circle.iter().cycle().skip(1));
-    panic!("a circle:{}", steps.map(|(from, to)| lines(&arrows[from][to])).collect::<String>());
+fn files_of_an_entity_form_no_circle() {
+    let all = sources(ENTITIES);
+    let mut found = String::new();
+    let entity_files = all.iter().filter(|(file, _)| !file.contains('/'));
+    for (entity, own) in entity_files.map(|(file, text)| (file.trim_end_matches(".rs"), text)) {
+        let below = |(file, text): (&String, &String)| {
+            Some((file.strip_prefix(entity)?.strip_prefix('/')?.to_owned(), text.clone()))
+        };
+        let arrows = file_arrows(entity, &all.iter().filter_map(below).collect(), own);
+        if let Some(circle) = circle(&arrows) {
+            let steps = circle.iter().zip(circle.iter().cycle().skip(1));
+            write!(found, "\n{entity}:{}", steps.map(|(from, to)| lines(&arrows[from][to])).collect::<String>())
+                .unwrap();
+        }
+    }
+    assert!(found.is_empty(), "circles:{found}");
 }
 
 #[test]
 fn parts_of_the_node_know_neither_it_nor_each_other() {
-    let files = sources(NODE);
+    let files = sources(&format!("{ENTITIES}/node"));
     for (file, text) in &files {
         let unit = module(file)[0].clone();
         let code = production_code(text);
@@ -109,7 +144,7 @@ fn violations_are_found() {
     let empty = ["low/a.rs", "low/b.rs", "top/x.rs", "top/y.rs"].map(|path| (path, ""));
     let found = |more: &[(&str, &str)]| {
         let files = base.iter().chain(&empty).chain(more).map(|(path, text)| ((*path).to_owned(), (*text).to_owned()));
-        let rules = Rules { folder: "", floors: &["low", "top"], apart: &["top"] };
+        let rules = Rules { floors: &["low", "top"], apart: &["top"], ..Rules::of("") };
         violations(&rules, &files.collect())
     };
     let clean = "use crate::b::B;\n/// See crate::x::X.\n#[cfg(test)]\nmod tests {\n    use crate::x::X;\n}\n";
@@ -123,6 +158,10 @@ fn violations_are_found() {
     assert_eq!(found(&[("top/y.rs", "use crate::x::X;")]).len(), 1, "an arrow in a floor whose modules stay apart");
     let circle = found(&[("low/a.rs", "use crate::b::B;"), ("low/b.rs", "fn f() { crate::a::f() }")]);
     assert_eq!(circle, ["a circle:\n  low/a.rs uses crate::b::B\n  low/b.rs uses crate::a::f"]);
+    let method =
+        |name: &str, calls: &str| format!("impl It {{\n    fn {name}(&self) {{\n        it.{calls}()\n    }}\n}}\n");
+    let circle = found(&[("low/a.rs", &method("zig", "zag")), ("low/b.rs", &method("zag", "zig"))]);
+    assert_eq!(circle, ["a circle:\n  low/a.rs calls zag of low::b\n  low/b.rs calls zig of low::a"]);
 }
 
 /// The sources of a folder, by their paths in it.
@@ -146,7 +185,11 @@ fn sources(folder: &str) -> BTreeMap<String, String> {
 }
 
 fn violations(rules: &Rules, files: &BTreeMap<String, String>) -> Vec<String> {
-    let arrows = arrows(rules, files);
+    let mut arrows = arrows(rules, files);
+    for (from, to) in rules.back {
+        let back = arrows.get_mut(*from).and_then(|tos| tos.remove(*to));
+        assert!(back.is_some(), "{}: nothing leads from {from} to {to}", rules.folder);
+    }
     let floor = |unit: &str| rules.floors.iter().position(|floor| unit.split("::").next() == Some(floor));
     let mut found = Vec::new();
     for (from, to, places) in arrows.iter().flat_map(|(from, tos)| tos.iter().map(move |(to, at)| (from, to, at))) {
@@ -200,32 +243,29 @@ fn arrows(rules: &Rules, files: &BTreeMap<String, String>) -> Arrows {
     let modules: BTreeMap<&String, Vec<String>> = files.keys().map(|file| (file, module(file))).collect();
     let unit = |path: &[String]| {
         let depth = if path.first().is_some_and(|first| rules.floors.contains(&first.as_str())) { 2 } else { 1 };
-        path.get(..depth).map(<[String]>::to_vec)
+        path.get(..depth).map(|unit| unit.join("::"))
     };
-    let units: BTreeSet<Vec<String>> = modules.values().filter_map(|path| unit(path)).collect();
     let tests: Vec<Vec<String>> = files.iter().flat_map(|(file, text)| test_modules(&modules[file], text)).collect();
-    let exports = exports(files.get("lib.rs").expect("the crate has a lib.rs"));
-    let mut arrows = Arrows::new();
-    for (file, text) in files {
-        let path = &modules[file];
-        let Some(from) = unit(path).filter(|_| !tests.iter().any(|test| path.starts_with(test))) else {
-            continue;
-        };
-        let places = arrows.entry(from.join("::")).or_default();
-        for used in used_paths(path, &production_code(text)) {
+    let is_test = |path: &[String]| tests.iter().any(|test| path.starts_with(test));
+    let code: Vec<(&String, String, String)> = files
+        .iter()
+        .filter(|(file, _)| !is_test(&modules[file]))
+        .filter_map(|(file, text)| Some((file, unit(&modules[file])?, production_code(text))))
+        .collect();
+    let units: BTreeSet<&String> = code.iter().map(|(_, unit, _)| unit).collect();
+    let root = files.get("lib.rs").or_else(|| files.get("main.rs"));
+    let exports = exports(root.expect("the crate has a root"));
+    let mut arrows = calls(&code, &functions_of_others(rules.folder));
+    for (file, from, code) in &code {
+        let places = arrows.entry(from.clone()).or_default();
+        for used in used_paths(&modules[file], code) {
             let written = used.join("::");
-            if let Some(to) = unit(&resolved(used, &exports)).filter(|to| *to != from && units.contains(to)) {
-                places.entry(to.join("::")).or_default().insert(format!("{file} uses crate::{written}"));
+            if let Some(to) = unit(&resolved(used, &exports)).filter(|to| to != from && units.contains(to)) {
+                places.entry(to).or_default().insert(format!("{file} uses crate::{written}"));
             }
         }
     }
     arrows
-}
-
-/// The file of an entity that has its name.
-fn entity_file(name: &str) -> String {
-    let folder = sources("actors/domain/src/entities");
-    folder[&format!("{name}.rs")].clone()
 }
 
 fn is_of_node(path: &[String]) -> bool {
@@ -236,44 +276,25 @@ fn identifiers(code: &str) -> impl DoubleEndedIterator<Item = &str> {
     code.split(|next: char| !next.is_alphanumeric() && next != '_')
 }
 
-/// The arrows between the files of an entity: by paths, through what its own file re-exports, and by calls of inherent methods. A file's folder
-/// belongs to it. The entity's own file is no unit: all others are written for it.
-///
-/// A call `.name(` or `Self::name(` leads to the one file that defines a function of this name; where several do, to the file that has the
-/// name of the field it is called on, or else nowhere.
+/// The arrows between the files of an entity: by paths, through what its own file re-exports, and by calls of methods. A file's folder belongs
+/// to it. The entity's own file is no unit: all others are written for it.
 fn file_arrows(entity: &str, files: &BTreeMap<String, String>, entity_file: &str) -> Arrows {
-    let unit_of = |file: &str| module(file)[0].clone();
-    let units: BTreeSet<String> = files.keys().map(|file| unit_of(file)).filter(|unit| unit != "tests").collect();
-    let code: BTreeMap<&String, String> = files.iter().map(|(file, text)| (file, production_code(text))).collect();
-    let mut defined: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
-    for (file, code) in &code {
-        // An associated function is indented; those of the standard library's collections are called like some of ours.
-        for line in code.lines().filter(|line| line.starts_with(' ')) {
-            let name = line.split_once("fn ").map(|(_, rest)| identifiers(rest).next().unwrap_or_default());
-            if let Some(name) = name.filter(|name| !OF_COLLECTIONS.contains(name)) {
-                defined.entry(name).or_default().insert(unit_of(file));
-            }
-        }
-    }
+    let code: Vec<(&String, String, String)> = files
+        .iter()
+        .map(|(file, text)| (file, module(file)[0].clone(), production_code(text)))
+        .filter(|(_, unit, _)| unit != "tests")
+        .collect();
+    let units: BTreeSet<&String> = code.iter().map(|(_, unit, _)| unit).collect();
     let imports = production_code(entity_file);
     let statements = imports.split("use ").skip(1).filter_map(|rest| rest.split_once(';'));
     let paths = statements.flat_map(|(statement, _)| expanded(statement));
     let exports: BTreeMap<String, String> = paths
-        .filter(|path| units.contains(&path[0]))
+        .filter(|path| path.first().is_some_and(|first| units.contains(first)))
         .filter_map(|path| Some((path.last()?.clone(), path[0].clone())))
         .collect();
-    let mut arrows = Arrows::new();
-    for (file, code) in &code {
-        let from = unit_of(file);
-        if !units.contains(&from) {
-            continue;
-        }
+    let mut arrows = calls(&code, &functions_of_others("actors/domain/src"));
+    for (file, from, code) in &code {
         let places = arrows.entry(from.clone()).or_default();
-        let mut draw = |to: &String, what: &str| {
-            if *to != from && units.contains(to) {
-                places.entry(to.clone()).or_default().insert(format!("{file} uses {what}"));
-            }
-        };
         let here: Vec<String> = [entity.to_owned()].into_iter().chain(module(file)).collect();
         for path in used_paths(&here, code) {
             let within = match &path[..] {
@@ -281,22 +302,67 @@ fn file_arrows(entity: &str, files: &BTreeMap<String, String>, entity_file: &str
                 [first, second, name, ..] if first == "entities" && second == entity => name,
                 _ => continue,
             };
-            draw(exports.get(within).unwrap_or(within), &path.join("::"));
-        }
-        for (at, name) in called(code) {
-            let Some(definers) = defined.get(name).filter(|definers| !definers.contains(&from) || definers.len() > 1)
-            else {
-                continue;
-            };
-            let field = identifiers(&code[..at]).next_back().unwrap_or_default().to_owned();
-            match (definers.first(), definers.len()) {
-                (Some(only), 1) => draw(only, name),
-                _ if definers.contains(&field) => draw(&field, name),
-                _ => {}
+            let to = exports.get(within).unwrap_or(within);
+            if to != from && units.contains(to) {
+                places.entry(to.clone()).or_default().insert(format!("{file} uses {}", path.join("::")));
             }
         }
     }
     arrows
+}
+
+/// The arrows by calls of methods and associated functions, between the units of files.
+///
+/// A call `.name(` or `Self::name(` leads to the one unit that defines a function of this name; where several do, to the unit that has the
+/// name of the field it is called on, or else nowhere. What is called in sources of others, too, is none of these functions.
+fn calls(code: &[(&String, String, String)], of_others: &BTreeSet<&str>) -> Arrows {
+    let mut defined: BTreeMap<&str, BTreeSet<&String>> = BTreeMap::new();
+    for (_, unit, code) in code {
+        for name in functions(code).filter(|name| !of_others.contains(name)) {
+            defined.entry(name).or_default().insert(unit);
+        }
+    }
+    let mut arrows = Arrows::new();
+    for (file, from, code) in code {
+        for (at, name) in called(code) {
+            let Some(definers) = defined.get(name) else { continue };
+            let field = identifiers(&code[..at]).next_back().unwrap_or_default();
+            let of_field = || definers.iter().find(|unit| unit.rsplit("::").next() == Some(field));
+            let only = definers.first().filter(|_| definers.len() == 1);
+            if let Some(to) = only.or_else(of_field).filter(|to| **to != from) {
+                let places = arrows.entry(from.clone()).or_default().entry((*to).clone()).or_default();
+                places.insert(format!("{file} calls {name} of {to}"));
+            }
+        }
+    }
+    arrows
+}
+
+/// The functions that each crate defines, and those that it calls.
+static FUNCTIONS: LazyLock<Vec<(&str, [BTreeSet<String>; 2])>> = LazyLock::new(|| {
+    let of = |rules: &Rules| {
+        let code = sources(rules.folder).values().map(|text| production_code(text)).collect::<String>();
+        let called = called(&code).map(|(_, name)| name.to_owned()).collect();
+        (rules.folder, [functions(&code).map(str::to_owned).collect(), called])
+    };
+    CRATES.iter().map(of).collect()
+});
+
+/// The functions of other crates, and those that are called in sources which know nothing of this one: namesakes of this crate's functions, and
+/// methods of libraries.
+fn functions_of_others(folder: &str) -> BTreeSet<&'static str> {
+    let strangers = if OUTSIDE.contains(&folder) { &SERVICE[..] } else { &OUTSIDE[..] };
+    let others = FUNCTIONS.iter().filter(|(other, _)| *other != folder);
+    let names = others.flat_map(|(other, [defined, called])| {
+        defined.iter().chain(called.iter().filter(|_| strangers.contains(other)))
+    });
+    names.map(String::as_str).chain(OF_LIBRARIES).collect()
+}
+
+/// The associated functions that are defined in the code: they are indented.
+fn functions(code: &str) -> impl Iterator<Item = &str> {
+    let indented = code.lines().filter(|line| line.starts_with(' '));
+    indented.filter_map(|line| identifiers(line.split_once("fn ")?.1).next())
 }
 
 /// The names of the methods and associated functions that are called, each with the place of the dot or the colons before it.
@@ -321,10 +387,10 @@ fn test_modules(parent: &[String], text: &str) -> Vec<Vec<String>> {
     after.map(name).collect()
 }
 
-/// The names that `lib.rs` re-exports, with the paths that they stand for.
-fn exports(lib: &str) -> BTreeMap<String, Vec<String>> {
-    let lines = production_code(lib);
-    let statements = lines.split("pub use ").skip(1).filter_map(|rest| rest.split_once(';'));
+/// The names that the crate's root imports or re-exports, with the paths that they stand for.
+fn exports(root: &str) -> BTreeMap<String, Vec<String>> {
+    let code = production_code(root);
+    let statements = code.split("use ").skip(1).filter_map(|rest| rest.split_once(';'));
     let paths = statements.flat_map(|(statement, _)| expanded(statement));
     paths.filter_map(|path| Some((path.last()?.clone(), path))).collect()
 }

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use clap::Parser;
 use uuid::Uuid;
 
-use crate::doctor::AgentDoctorArgs;
 use crate::gpu_reset;
 use crate::health::kernel_log;
 use crate::integrity::listeners::PortRange;
@@ -122,6 +121,21 @@ pub enum AgentCommand {
     /// Looks at everything that the agent needs (settings, certificates, control plane, clock, driver, cgroups, disks), and says what to do
     /// about what is wrong. Changes nothing. Exits with 0 where nothing is wrong, with 1 for warnings, with 2 for errors
     Doctor(AgentDoctorArgs),
+}
+
+/// The form of the result.
+#[derive(Debug, Clone, clap::Args)]
+pub struct AgentDoctorArgs {
+    #[arg(long, value_enum, default_value_t)]
+    pub output: FindingsOutput,
+}
+
+/// How findings are printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum FindingsOutput {
+    #[default]
+    Text,
+    Json,
 }
 
 /// How the agent isolates tenants.

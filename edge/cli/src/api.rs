@@ -1,7 +1,7 @@
 //! The client of the service's API. It retries what is safe to retry, under one `Idempotency-Key`, as long as `Retry-After` makes it worth
 //! waiting; it reads no unbounded body; it reports the service's errors as they are.
 
-use crate::failure::{ExitStatus, Failure, chain};
+use crate::failure::{ExitStatus, Failure, chain, is_passing};
 use crate::http_client::{self, BodyError, Trust};
 use crate::login::Session;
 use crate::output::Output;
@@ -341,7 +341,7 @@ fn outcome_of_refusal<T>(
         };
         return AttemptOutcome::Retry { after, retry_for: RETRY_FOR, failure };
     }
-    if failure.answer.is_none() && http_client::is_passing(status) {
+    if failure.answer.is_none() && is_passing(status) {
         return outcome_of_passing_fault(call, failure, after);
     }
     // The service may have carried it out before it failed.

@@ -1,6 +1,7 @@
-//! Billing: balance, ledger, estimates, and monthly statements as files. Payments and refunds are in `payments.rs`.
+//! Billing: balance, ledger, estimates, and monthly statements as files. Payments and refunds are in [`payments`].
 
 pub(crate) mod accounts;
+mod payments;
 
 use crate::amount;
 use crate::api::{Api, Query};
@@ -8,7 +9,7 @@ use crate::completion;
 use crate::failure::Failure;
 use crate::output::Column;
 use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
-use crate::{download, duration, instant, payments, skus};
+use crate::{download, duration, instant, skus};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::path::PathBuf;

@@ -4,7 +4,7 @@ pub(crate) use failures::chain;
 
 use crate::argument_names::SelectedCommand;
 use crate::printable::plain;
-use crate::{Arguments, DEFAULT_PROFILE, amount, argument_names, http_client, routes};
+use crate::{Arguments, DEFAULT_PROFILE, amount, argument_names, routes};
 use clap::CommandFactory as _;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
@@ -132,7 +132,7 @@ impl Failure {
                 format!("{proxy} {status}: it takes no more requests for now"),
                 "Try again in a moment.",
             ),
-            _ if http_client::is_passing(status) => (
+            _ if is_passing(status) => (
                 ExitStatus::Server,
                 format!("{proxy} {status}: the server is overloaded, or being restarted"),
                 "Try again in a moment.",
@@ -256,6 +256,19 @@ impl fmt::Display for Failure {
         }
         Ok(())
     }
+}
+
+/// Whether the status is that of a server which is overloaded or being restarted, or of a proxy before such a one: the same request may
+/// succeed in a moment.
+pub(crate) fn is_passing(status: StatusCode) -> bool {
+    let is_permanent = matches!(
+        status,
+        StatusCode::NOT_IMPLEMENTED
+            | StatusCode::HTTP_VERSION_NOT_SUPPORTED
+            | StatusCode::NETWORK_AUTHENTICATION_REQUIRED
+    );
+    let is_busy = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY);
+    is_busy || (status.is_server_error() && !is_permanent)
 }
 
 #[cfg(test)]

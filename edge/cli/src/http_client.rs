@@ -3,7 +3,7 @@
 use crate::failure::{Failure, chain};
 use crate::text_encoding;
 use reqwest::header::{CONTENT_TYPE, HeaderMap};
-use reqwest::{Certificate, ClientBuilder, Response, StatusCode, Url, redirect};
+use reqwest::{Certificate, ClientBuilder, Response, Url, redirect};
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -118,19 +118,6 @@ pub(crate) async fn body(mut answer: Response, max: usize) -> Result<Vec<u8>, Bo
         read.extend_from_slice(&chunk);
     }
     Ok(read)
-}
-
-/// Whether the status is that of a server which is overloaded or being restarted, or of a proxy before such a one: the same request may
-/// succeed in a moment.
-pub(crate) fn is_passing(status: StatusCode) -> bool {
-    let is_permanent = matches!(
-        status,
-        StatusCode::NOT_IMPLEMENTED
-            | StatusCode::HTTP_VERSION_NOT_SUPPORTED
-            | StatusCode::NETWORK_AUTHENTICATION_REQUIRED
-    );
-    let is_busy = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY);
-    is_busy || (status.is_server_error() && !is_permanent)
 }
 
 /// Whether the answer is a page for a browser.

@@ -4,7 +4,6 @@
 #[cfg(test)]
 mod fuzz;
 mod play;
-pub(crate) mod sanitize;
 
 use crate::allocations;
 use crate::api::{Api, Query};

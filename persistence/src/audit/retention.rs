@@ -90,7 +90,7 @@ impl Checkpoint {
     /// The newest of a shard.
     pub(super) async fn last(connection: &mut PgConnection, shard: Shard) -> Result<Option<Self>, sqlx::Error> {
         let row = sqlx::query(
-            "SELECT number, epoch, seq, hash, dropped, kept::text AS kept, signed_at, key_id, signature
+            "SELECT number, epoch, seq, hash, dropped, kept::text, signed_at, key_id, signature
              FROM audit_checkpoint WHERE shard = $1 ORDER BY number DESC LIMIT 1",
         )
         .bind(i16::from(shard.0))

@@ -6,7 +6,8 @@
 //! returned meanwhile; one whose opener was dropped is opened all the same, for the next reader. Otherwise an overloaded machine would
 //! begin handshakes and give them up, and never have a connection.
 
-use super::{ended_sessions, session, takes_writes};
+use super::{session, takes_writes};
+use crate::ended_sessions;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use sqlx::{Execute, Executor as _, Postgres};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,9 +1,9 @@
 //! The audit log, newest first.
 
-use super::entity::shard;
 use super::{Reads, RowPage, one_more};
 use crate::audit::SignedHead;
 use crate::error::{OperationContext, StoreError};
+use crate::shard_numbers::shard;
 use domain::commit::Epoch;
 use domain::id::Shard;
 use domain::state_machine::Timestamp;

@@ -518,10 +518,6 @@ pub(super) fn kind(row: &PgRow) -> Result<EntityKind, sqlx::Error> {
     EntityKind::parse(&kind).ok_or_else(|| damaged(UnknownKind(kind)))
 }
 
-pub(crate) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
-    u8::try_from(row.try_get::<i16, _>("shard")?).map(Shard).map_err(damaged)
-}
-
 fn snapshot_row(row: &PgRow) -> Result<(Option<EntityRef>, Snapshot), sqlx::Error> {
     let (id, kind): (Uuid, &str) = (row.try_get(0)?, row.try_get(1)?);
     // A kind that a newer release writes is not a requested one.

@@ -1,8 +1,9 @@
 //! Entities by deadline, for the supervision tree.
 
-use super::entity::{kind, shard};
+use super::entity::kind;
 use super::{PAGE_MAX, Reads};
 use crate::error::{OperationContext, StoreError};
+use crate::shard_numbers::shard;
 use domain::id::{EntityKind, EntityRef, Shard};
 use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;

@@ -1,9 +1,9 @@
 //! What nodes and accounts add up to, from the sums that their commits maintain: GPUs by SKU and region, balances by currency.
 
 use super::Reads;
-use super::shard::numbers;
 use crate::entity_sums::{Scanned, amounts, group, without_shards};
 use crate::error::{OperationContext, StoreError};
+use crate::shard_numbers::numbers;
 use domain::id::{EntityKind, Shard, SkuId};
 use domain::money::MicroAmount;
 use domain::summand::{Amounts, SumGroup, Sums};

@@ -1,8 +1,8 @@
 //! What concerns the nodes of some shards, for metrics. No answer grows with the number of nodes: rows are by finding.
 
 use super::Reads;
-use super::shard::numbers;
 use crate::error::{OperationContext, StoreError};
+use crate::shard_numbers::numbers;
 use domain::finding::FindingRule;
 use domain::id::Shard;
 use sqlx::Row;

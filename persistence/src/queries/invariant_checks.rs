@@ -4,6 +4,7 @@ use super::entity::{Cursor, kind};
 use super::{Reads, RowPage, one_more};
 use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
+use crate::shard_numbers::numbers;
 use domain::commit::REFUSED;
 use domain::id::{BillingAccountId, EntityKind, EntityRef, Shard};
 use domain::invariants::HistoryEntry;
@@ -209,10 +210,6 @@ impl From<HistoryStep> for HistoryEntry {
         let HistoryStep { version, command, actor, to_state, refused, audited } = step;
         Self { version, command, actor, to_state, refused, audited }
     }
-}
-
-fn numbers(shards: &[Shard]) -> Vec<i16> {
-    shards.iter().map(|shard| i16::from(shard.0)).collect()
 }
 
 fn inspected(row: &PgRow) -> Result<InspectedEntity, sqlx::Error> {

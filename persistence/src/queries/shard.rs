@@ -1,9 +1,10 @@
 //! The reads of a shard's owner: due timers, unsettled events, overdue entities, and terminals whose gateway has ended.
 
-use super::entity::{kind, shard};
+use super::entity::kind;
 use super::{PAGE_MAX, Reads};
 use crate::error::{OperationContext, StoreError, damaged};
 use crate::outbox::OutboxRow;
+use crate::shard_numbers::{numbers, shard};
 use domain::commit::Epoch;
 use domain::id::{EntityKind, EntityRef, EventId, MemberId, Shard, TerminalSessionId};
 use domain::state_machine::{RequestOrigin, Timestamp};
@@ -105,10 +106,10 @@ impl Reads {
     ) -> Result<UnsettledEvents, StoreError> {
         // By shard, so that the index gives the order and a long backlog is not sorted each time.
         let rows = sqlx::query(
-            "SELECT row.* FROM unnest($1::smallint[]) AS mine (shard)
+            "SELECT row.* FROM unnest($1::smallint[]) AS owned (shard)
              CROSS JOIN LATERAL (
                  SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, tracestate, created_at FROM outbox
-                 WHERE outbox.shard = mine.shard AND written_at < clock_timestamp() - make_interval(secs => $2)
+                 WHERE outbox.shard = owned.shard AND written_at < clock_timestamp() - make_interval(secs => $2)
                    AND id <> ALL ($4)
                  ORDER BY epoch, seq LIMIT $3
              ) AS row",
@@ -195,10 +196,10 @@ impl Reads {
     pub async fn events_after(&self, cursors: &[OutboxCursor], each: u32) -> Result<UnsettledEvents, StoreError> {
         const DOING: &str = "reading committed events";
         let rows = sqlx::query(
-            "SELECT row.* FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS mine (shard, epoch, seq)
+            "SELECT row.* FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS owned (shard, epoch, seq)
              CROSS JOIN LATERAL (
                  SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, tracestate, created_at FROM outbox
-                 WHERE outbox.shard = mine.shard AND (outbox.epoch, outbox.seq) > (mine.epoch, mine.seq)
+                 WHERE outbox.shard = owned.shard AND (outbox.epoch, outbox.seq) > (owned.epoch, owned.seq)
                  ORDER BY epoch, seq LIMIT $4
              ) AS row",
         )
@@ -226,10 +227,6 @@ fn read_rows(rows: &[PgRow], doing: &'static str) -> Result<UnsettledEvents, Sto
         }
     }
     Ok(orphans)
-}
-
-pub(crate) fn numbers(shards: &[Shard]) -> Vec<i16> {
-    shards.iter().map(|shard| i16::from(shard.0)).collect()
 }
 
 fn kinds() -> Vec<&'static str> {

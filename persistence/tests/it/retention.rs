@@ -7,9 +7,10 @@ use domain::id::{EntityKind, EntityRef, Shard};
 use domain::invariants::i1_nothing_acknowledged_is_lost;
 use ed25519_dalek::SigningKey;
 use persistence::audit::{AuditKey, AuditKeys, AuditVerification, Sealer, verify};
+use persistence::month_removal::remove_month;
 use persistence::retention::{
     Month, MonthPartition, MonthRemoval, MonthlyLog, RetentionCutoffs, RetentionMonths, count_ended, delete_ended,
-    delete_stray_history, detach_month, earlier_clock, expired, lag_of_ended, lag_of_log, partitions, remove_month,
+    delete_stray_history, detach_month, earlier_clock, expired, lag_of_ended, lag_of_log, partitions,
 };
 use persistence::table_sizes::{daily_growth, store_sample, table_sizes};
 use std::time::{Duration, Instant};

@@ -1,8 +1,16 @@
-//! Real servers on this machine, for `gpuaas dev` and for tests: Postgres, NATS, an identity provider, a payment processor, and a balancer in
-//! front of the replicas.
+//! Real servers on this machine, for `gpuaas dev` and for tests.
 //!
 //! Each server is a value that starts it, knows its address, and stops it when it is dropped. A child process stops even when this one is
-//! killed ([`process`]).
+//! killed.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`postgres`], [`test_database`] | Postgres; a migrated database of it for one test |
+//! | [`nats`] | NATS with JetStream |
+//! | [`identity`] | an identity provider |
+//! | [`payment_processor`] | localstripe, which has Stripe's API |
+//! | [`balancer`] | a TCP balancer in front of the replicas |
+//! | [`process`], [`ports`], [`pki`], [`private_files`], [`settings`] | what they share: child processes, ports, certificates, files, settings |
 
 pub mod balancer;
 pub mod identity;

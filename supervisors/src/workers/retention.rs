@@ -12,9 +12,10 @@ use domain::EntityKind;
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use domain::state_machine::Timestamp;
 use persistence::audit::AuditKey;
+use persistence::month_removal::remove_month;
 use persistence::retention::{
     self, MonthRemoval, MonthlyLog, RetentionCutoffs, RetentionMonths, delete_ended, delete_stray_history,
-    earlier_clock, lag_of_ended, lag_of_log, partitions, remove_month,
+    earlier_clock, lag_of_ended, lag_of_log, partitions,
 };
 use persistence::{Leases, Secrets, table_sizes};
 use sqlx::PgPool;

@@ -23,12 +23,13 @@ mod status_history;
 mod tests;
 
 use crate::account_holder::Holder;
-use crate::audit::RefusalAudit;
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::ResourceOwner;
+use crate::event::Event;
 use crate::explanation::Explanation;
 pub use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, SkuId, SshKeyId};
 use crate::metadata::{self, Metadata};
 use crate::money::Price;
 use crate::policy::{FULL_REIMAGE, PolicyKey, Scopes};
@@ -397,6 +398,19 @@ impl Phase {
 }
 
 impl Allocation {
+    fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::Create(_) => Err(Rejection::Exists),
+            Request::Release { issue } => self.release(issue, ctx),
+            Request::Revise { metadata, if_version } => self.revise(metadata, if_version, ctx),
+            Request::RetryRelease { reason } => self.retry_release(&reason, ctx),
+            Request::ForceRelease { reason } => self.force_release(&reason, ctx),
+            Request::ChooseLogins { chosen, keys, logins_revision } => {
+                self.choose_logins(chosen, keys, logins_revision, ctx)
+            }
+        }
+    }
+
     /// The scopes in which its policies are resolved.
     #[must_use]
     pub fn scopes(&self) -> Scopes {
@@ -447,6 +461,40 @@ impl Allocation {
             Phase::Releasing { attempt, .. } | Phase::ReleaseFailed { attempt, .. } => *attempt,
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } | Phase::Released { .. } => 0,
         }
+    }
+
+    /// All that is known of the time in which it was used.
+    fn usage(&self) -> Event {
+        let (holder, until) = (self.asked.holder(), self.billed_to());
+        Event::UsageChanged { allocation_id: self.id, holder, from: self.active_at, until }
+    }
+
+    /// The usage of an allocation that was never active and never will be.
+    fn never_used(&self) -> Event {
+        let until = Some(self.requested_at);
+        Event::UsageChanged { allocation_id: self.id, holder: self.asked.holder(), from: None, until }
+    }
+
+    fn transition(self, why: impl Into<String>) -> Transition<Self> {
+        let reply = Box::new(self.clone());
+        Transition::to(self, reply, why)
+    }
+
+    fn stay(&self) -> Transition<Self> {
+        Transition::stay(Box::new(self.clone()))
+    }
+
+    /// The state stays, and an event is published: the allocation is written, so that the event is not lost.
+    fn unchanged(&self, why: impl Into<String>) -> Transition<Self> {
+        self.clone().transition(why)
+    }
+
+    fn wrong_state(&self, command: CommandName) -> Rejection {
+        Rejection::WrongState { state: PhaseName::from(&self.phase), command }
+    }
+
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Allocation, id: self.id.0 }, metadata)
     }
 }
 

@@ -18,6 +18,7 @@ mod holder_plan;
 mod instruction;
 mod meter;
 mod payments;
+mod refunded_cost;
 mod request;
 #[cfg(test)]
 mod tests;
@@ -43,7 +44,8 @@ pub use accrual::Window;
 pub use holder_plan::{HolderPlan, PlanClaim};
 pub use instruction::Instruction;
 pub use meter::{MeterRun, UsageMeter};
-pub use payments::{PostingRecord, PostingResult, RefundedCost};
+pub use payments::{PostingRecord, PostingResult};
+pub use refunded_cost::RefundedCost;
 pub use request::Request;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

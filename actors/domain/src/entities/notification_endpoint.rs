@@ -17,8 +17,8 @@ mod request;
 #[cfg(test)]
 mod tests;
 
-pub use fact::{DeliveryFailure, Fact};
-pub use queue::{BODY_MOST, DeliveryAttempt, DeliveryQueue, QueueEntry, QueuedNotification};
+pub use fact::Fact;
+pub use queue::{BODY_MOST, DeliveryAttempt, DeliveryFailure, DeliveryQueue, QueueEntry, QueuedNotification};
 pub use request::Request;
 
 use crate::account_holder::Holder;

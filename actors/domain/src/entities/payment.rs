@@ -16,8 +16,10 @@ mod fact;
 mod presentment;
 mod processor_calls;
 mod refund;
+mod refund_record;
 mod request;
 mod reversal;
+mod reversal_record;
 mod review;
 #[cfg(test)]
 mod tests;
@@ -40,9 +42,10 @@ use std::collections::BTreeMap;
 pub use fact::Fact;
 pub use presentment::Presentment;
 pub use processor_calls::ProcessorCall;
-pub use refund::{NEVER_MADE, ProcessorRefund, Refund, RefundDebit, RefundStatus};
+pub use refund::NEVER_MADE;
+pub use refund_record::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
 pub use request::Request;
-pub use reversal::{Reversal, ReversalOrigin};
+pub use reversal_record::{Reversal, ReversalOrigin};
 pub use review::{EndedReview, ReviewDecision, ReviewId};
 
 /// The time to pay. After that the payment is canceled at the processor.
@@ -407,6 +410,26 @@ impl Machine for Payment {
 }
 
 impl Payment {
+    /// The transition to `next`: new outstanding requests are published at once, and all of them are resent until they are answered.
+    fn transition(&self, mut next: Self, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        // Money that the account does not have cannot be taken from it.
+        if matches!(next.phase, Phase::Deposited { .. }) {
+            next.reversals.values_mut().for_each(|it| it.is_posting_requested |= !it.is_undone);
+        }
+        let (before, owed) = (self.outstanding_events(), next.outstanding_events());
+        let news: Vec<_> = owed.iter().filter(|event| !before.contains(event)).cloned().collect();
+        let waits = !owed.is_empty() || !next.status_checks(ctx.now).is_empty();
+        // A new wait starts with the shortest pause.
+        let begins = !news.is_empty() || self.phase != next.phase;
+        let again = match self.again {
+            Some(again) if waits && !begins => Some(again),
+            Some(_) | None => waits.then(|| ResendTimer::first(ctx.now)),
+        };
+        let next = Self { again, ..next };
+        let reply = next.shown();
+        Transition::to(next, reply, why).with(news, None)
+    }
+
     fn begin(request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match request {
             Request::Create { account_id, holder, payer, amount_minor, currency, success_url, cancel_url } => {

@@ -1,7 +1,8 @@
 //! Answers of OAuth endpoints as providers write them, brought into the form of RFC 6749 (section 5) and RFC 8628 (section 3.2), which is
 //! the one that the library reads: what a person has approved is not lost to a number that is written as a string.
 
-use crate::{http_client, text_encoding};
+use crate::failure::is_passing;
+use crate::text_encoding;
 use oauth2::HttpResponse;
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_TYPE, HeaderValue};
@@ -95,7 +96,7 @@ pub(super) fn is_passing_fault(answer: &HttpResponse) -> bool {
     let status = answer.status();
     let is_temporary = matches!(error, Some("temporarily_unavailable" | "server_error"));
     let is_page = fields.is_none() && (status.is_success() || status == StatusCode::NOT_FOUND);
-    http_client::is_passing(status) || is_temporary || is_page
+    is_passing(status) || is_temporary || is_page
 }
 
 /// Whether the answer is one of a token endpoint: a grant, or a refusal with its code. Others are pages and documents of proxies, of

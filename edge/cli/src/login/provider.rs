@@ -4,7 +4,7 @@
 use super::login_store::Login;
 use super::loopback::{Loopback, RedirectAddress};
 use super::oauth_answer;
-use crate::failure::{ExitStatus, Failure, chain};
+use crate::failure::{ExitStatus, Failure, chain, is_passing};
 use crate::http_client::{self, BodyError, Trust};
 use crate::output::Output;
 use crate::{retry_after, text_encoding};
@@ -119,7 +119,7 @@ impl Repeats {
     fn after(self, outcome: &Result<HttpResponse, HttpError>) -> Option<(Option<Duration>, Duration)> {
         match outcome {
             Ok(answer) if self == Self::WhereBusy => {
-                let repeats = http_client::is_passing(answer.status());
+                let repeats = is_passing(answer.status());
                 repeats.then(|| (retry_after::of(answer.headers()), RETRY_FOR))
             }
             Ok(answer) if oauth_answer::is_passing_fault(answer) => {
@@ -190,7 +190,7 @@ pub(super) async fn document(http: &Client, url: &str) -> Result<Vec<u8>, Docume
     };
     match answer.status() {
         status if status.is_success() => Ok(text_encoding::without_mark(answer.body()).to_vec()),
-        status if http_client::is_passing(status) => Err(DocumentError::Busy(status)),
+        status if is_passing(status) => Err(DocumentError::Busy(status)),
         status => Err(DocumentError::Other(format!("it answers {status}"))),
     }
 }

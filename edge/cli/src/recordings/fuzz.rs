@@ -1,8 +1,8 @@
 //! Fuzz targets for terminal output that a stranger's program wrote, and for foreign texts in tables
 //! (`deploy/docs/src/contribute/testing.md`).
 
-use super::sanitize::Sanitizer;
 use crate::printable::plain;
+use crate::sanitize::Sanitizer;
 use std::time::Duration;
 
 /// The time of a target in an ordinary run; `BOLERO_RANDOM_TEST_TIME_MS` sets another.

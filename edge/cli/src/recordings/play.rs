@@ -1,6 +1,5 @@
 //! `gpuctl recordings play`: plays a recording in the user's terminal, at its original speed.
 
-use super::sanitize::Sanitizer;
 use super::{ASCIICAST, WHAT, asciicast};
 use crate::api::Api;
 use crate::completion;
@@ -10,6 +9,7 @@ use crate::failure::{ExitStatus, Failure};
 use crate::output::print_raw;
 use crate::printable::plain;
 use crate::resource_ref::{RECORDING, Ref};
+use crate::sanitize::Sanitizer;
 use crate::terminal::io_threads;
 use crate::terminal::raw_mode::{RawMode, discard_typed, size};
 use serde::Deserialize;

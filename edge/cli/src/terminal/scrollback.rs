@@ -1,7 +1,7 @@
 //! The scrollback that the service replays after a reconnect to a session. It may contain terminal queries that were answered when they
 //! were live, so it is sanitized until all of it is drawn.
 
-use crate::recordings::sanitize::Sanitizer;
+use crate::sanitize::Sanitizer;
 use std::time::{Duration, Instant};
 
 /// The most output that the service replays.

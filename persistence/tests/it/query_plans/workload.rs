@@ -20,12 +20,13 @@ use persistence::fleet_history::{HourlyGpus, hour_of};
 use persistence::key_rewrap::SEALED_FIELDS;
 use persistence::membership::Member;
 use persistence::migrate::{Migrations, StartingMember};
+use persistence::month_removal::remove_month;
 use persistence::queries::{
     AuditFilter, AuditPosition, BindingFilter, Cursor, FleetFilter, LedgerFilter, ListFilter, OutboxCursor,
     PolicyFilter, WaitingFilter, WaitingPosition,
 };
 use persistence::recordings::{Chunk, ChunkOwner, RecordingFilter};
-use persistence::retention::{self, MonthlyLog, remove_month};
+use persistence::retention::{self, MonthlyLog};
 use persistence::{
     Cluster, FleetHistory, Leases, Outbox, Reads, RecoveryMarks, Secrets, SnapshotSealer, entity_sums,
     table_maintenance, table_sizes,

@@ -2,7 +2,6 @@
 
 use super::{Allocation, FailureCode, NodeFault, Phase, StatusReason};
 use crate::audit::AuditAction;
-use crate::event::Event;
 use crate::id::NodeId;
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde_json::json;
@@ -18,18 +17,6 @@ impl Allocation {
                 ends.into_iter().flatten().min()
             }
         }
-    }
-
-    /// All that is known of the time in which it was used.
-    pub(super) fn usage(&self) -> Event {
-        let (holder, until) = (self.asked.holder(), self.billed_to());
-        Event::UsageChanged { allocation_id: self.id, holder, from: self.active_at, until }
-    }
-
-    /// The usage of an allocation that was never active and never will be.
-    pub(super) fn never_used(&self) -> Event {
-        let until = Some(self.requested_at);
-        Event::UsageChanged { allocation_id: self.id, holder: self.asked.holder(), from: None, until }
     }
 
     /// The account has a meter for it that may have missed the last usage event.

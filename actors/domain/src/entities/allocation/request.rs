@@ -1,25 +1,16 @@
 //! What users and administrators ask of an allocation.
 
-use super::{Allocation, AllocationRequest, Rejection};
+use super::AllocationRequest;
 use crate::authz::Action;
 use crate::id::SshKeyId;
 use crate::metadata::MetadataPatch;
 use crate::ssh_key::AuthorizedKey;
-use crate::state_machine::{self, Transition, TransitionContext};
+use crate::state_machine;
 use serde::{Deserialize, Serialize};
 
 /// What users and administrators ask of an allocation.
-#[derive(
-    Clone,
-    Debug,
-    PartialEq,
-    Eq,
-    Serialize,
-    Deserialize,
-    strum::IntoStaticStr,
-    strum::VariantNames,
-    strum::EnumDiscriminants,
-)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(strum::IntoStaticStr, strum::VariantNames, strum::EnumDiscriminants)]
 #[strum_discriminants(
     name(CommandName),
     doc = "The name of a request.",
@@ -71,20 +62,5 @@ impl state_machine::Request for Request {
 
     fn creates(&self) -> bool {
         matches!(self, Self::Create(_))
-    }
-}
-
-impl Allocation {
-    pub(super) fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match request {
-            Request::Create(_) => Err(Rejection::Exists),
-            Request::Release { issue } => self.release(issue, ctx),
-            Request::Revise { metadata, if_version } => self.revise(metadata, if_version, ctx),
-            Request::RetryRelease { reason } => self.retry_release(&reason, ctx),
-            Request::ForceRelease { reason } => self.force_release(&reason, ctx),
-            Request::ChooseLogins { chosen, keys, logins_revision } => {
-                self.choose_logins(chosen, keys, logins_revision, ctx)
-            }
-        }
     }
 }

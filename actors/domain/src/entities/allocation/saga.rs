@@ -4,9 +4,9 @@ use super::{
     Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, CommandName, FailureCode, MAX_GPUS,
     Phase, PhaseName, Placement, Rejection, ReleaseRetry, StatusReason,
 };
-use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
+use crate::audit::{AuditAction, RefusalAudit};
 use crate::event::Event;
-use crate::id::{AllocationId, EntityKind, EntityRef, NodeId};
+use crate::id::{AllocationId, NodeId};
 use crate::policy::PolicyKey;
 use crate::resend_timer::ResendTimer;
 use crate::retry;
@@ -521,27 +521,5 @@ impl Allocation {
     fn reject_reservation(&self, node_id: NodeId) -> Transition<Self> {
         self.unchanged(format!("node {node_id} holds devices that are not wanted"))
             .event(Event::ReservationUnwanted { allocation_id: self.id, node_id })
-    }
-
-    pub(super) fn transition(self, why: impl Into<String>) -> Transition<Self> {
-        let reply = Box::new(self.clone());
-        Transition::to(self, reply, why)
-    }
-
-    pub(super) fn stay(&self) -> Transition<Self> {
-        Transition::stay(Box::new(self.clone()))
-    }
-
-    /// The state stays, and an event is published: the allocation is written, so that the event is not lost.
-    pub(super) fn unchanged(&self, why: impl Into<String>) -> Transition<Self> {
-        self.clone().transition(why)
-    }
-
-    pub(super) fn wrong_state(&self, command: CommandName) -> Rejection {
-        Rejection::WrongState { state: PhaseName::from(&self.phase), command }
-    }
-
-    pub(super) fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
-        AuditRecord::new(action, EntityRef { kind: EntityKind::Allocation, id: self.id.0 }, metadata)
     }
 }

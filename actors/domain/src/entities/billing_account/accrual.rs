@@ -1,6 +1,6 @@
 //! Accrual: windows, depletion, and the postings of both.
 
-use super::{BillingAccount, Depletion, Reply};
+use super::{BillingAccount, Depletion, RefundedCost, Reply};
 use crate::event::Event;
 use crate::id::AllocationId;
 use crate::ledger::{Posting, PostingKind, PostingSource, UsagePeriod};
@@ -178,6 +178,19 @@ impl AccountUpdate {
             self.remember(id, ctx);
         }
         self.after_end(ctx);
+    }
+
+    /// The part of a cost that no operator has refunded.
+    pub(super) fn refundable(&self, allocation_id: AllocationId, cost: MicroAmount) -> MicroAmount {
+        let refunded = self.account.refunded.get(&allocation_id).map_or(MicroAmount::ZERO, RefundedCost::amount);
+        cost.minus(refunded).max(MicroAmount::ZERO)
+    }
+
+    /// The refunds of an allocation are remembered for the refund window after its end.
+    fn mark_refunds_ended(&mut self, allocation_id: AllocationId, ctx: &TransitionContext<'_>) {
+        if let Some(refunded) = self.account.refunded.get_mut(&allocation_id) {
+            refunded.at = ctx.now;
+        }
     }
 
     pub(super) fn drop_hold(&mut self, id: AllocationId, ctx: &TransitionContext<'_>) {

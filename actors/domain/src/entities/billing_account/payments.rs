@@ -15,7 +15,6 @@ use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use chrono::{SubsecRound, TimeDelta};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::collections::BTreeMap;
 
 /// For how long postings are remembered after their last command: a payment resends for as long as it is not answered, at most an hour
 /// apart, so that no command arrives after this time. The ledger refuses a double posting in any case.
@@ -42,22 +41,6 @@ pub struct PostingRecord {
 pub enum PostingResult {
     Posted { amount_minor: i64 },
     Refused { why: String },
-}
-
-/// The refunds of an allocation's cost.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RefundedCost {
-    /// The amount of each refund.
-    pub refunds: BTreeMap<RefundId, MicroAmount>,
-    /// The last refund, or the allocation's end.
-    pub at: Timestamp,
-}
-
-impl RefundedCost {
-    #[must_use]
-    pub fn amount(&self) -> MicroAmount {
-        self.refunds.values().copied().sum()
-    }
 }
 
 /// An allocation's cost, as the caller has read it.
@@ -338,12 +321,6 @@ impl AccountUpdate {
         }
     }
 
-    /// The part of a cost that no operator has refunded.
-    pub(super) fn refundable(&self, allocation_id: AllocationId, cost: MicroAmount) -> MicroAmount {
-        let refunded = self.account.refunded.get(&allocation_id).map_or(MicroAmount::ZERO, RefundedCost::amount);
-        cost.minus(refunded).max(MicroAmount::ZERO)
-    }
-
     fn remember_refund(
         &mut self,
         allocation_id: AllocationId,
@@ -358,13 +335,6 @@ impl AccountUpdate {
         let refunded = account.refunded.entry(allocation_id).or_default();
         refunded.refunds.insert(refund_id, amount);
         refunded.at = ctx.now;
-    }
-
-    /// The refunds of an allocation are remembered for the refund window after its end.
-    pub(super) fn mark_refunds_ended(&mut self, allocation_id: AllocationId, ctx: &TransitionContext<'_>) {
-        if let Some(refunded) = self.account.refunded.get_mut(&allocation_id) {
-            refunded.at = ctx.now;
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the workers of notifications and the edge report to a notification endpoint.
 
-use super::{NotificationEndpoint, QueuedNotification, RecipientClaims, Reply};
+use super::{DeliveryFailure, NotificationEndpoint, QueuedNotification, RecipientClaims, Reply};
 use crate::id::UserId;
 use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
@@ -29,18 +29,6 @@ pub enum Fact {
     Delivered { message_id: Uuid },
     /// An attempt failed.
     Failed { message_id: Uuid, failure: DeliveryFailure },
-}
-
-/// Why an attempt failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeliveryFailure {
-    pub why: String,
-    /// Another attempt at this message would fail, too.
-    pub is_final: bool,
-    /// The receiver answers that it is gone.
-    pub is_gone: bool,
-    /// The pause that the receiver asks for.
-    pub retry_after_seconds: Option<u32>,
 }
 
 impl NotificationEndpoint {

@@ -1,6 +1,5 @@
 //! The queue of an endpoint's messages: backoff, bounds, dead letters.
 
-use super::DeliveryFailure;
 use crate::retry;
 use crate::state_machine::{Timestamp, TransitionContext};
 use chrono::TimeDelta;
@@ -27,6 +26,18 @@ const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(5);
 const LONGEST_PAUSE: TimeDelta = TimeDelta::minutes(15);
 /// The longest pause that a receiver may ask for, in seconds.
 const MAX_RETRY_AFTER: i64 = 86_400;
+
+/// Why an attempt failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeliveryFailure {
+    pub why: String,
+    /// Another attempt at this message would fail, too.
+    pub is_final: bool,
+    /// The receiver answers that it is gone.
+    pub is_gone: bool,
+    /// The pause that the receiver asks for.
+    pub retry_after_seconds: Option<u32>,
+}
 
 /// A message for a receiver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

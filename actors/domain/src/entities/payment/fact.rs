@@ -1,6 +1,6 @@
 //! What the payments worker and the billing account report to a payment.
 
-use super::reversal::ReportedReversal;
+use super::reversal_record::ReportedReversal;
 use super::{Payment, PaymentFailure, Presentment, RefundStatus, Rejection, ReversalStep};
 use crate::id::RefundId;
 use crate::money::Currency;

@@ -4,7 +4,6 @@ use super::{Payment, Phase, RefundDebit, RefundStatus, Reply, ReversalOrigin};
 use crate::event::Event;
 use crate::id::{PaymentId, RefundId};
 use crate::money::Currency;
-use crate::resend_timer::ResendTimer;
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
@@ -30,26 +29,6 @@ impl ProcessorCall {
 }
 
 impl Payment {
-    /// The transition to `next`: new outstanding requests are published at once, and all of them are resent until they are answered.
-    pub(super) fn transition(&self, mut next: Self, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        // Money that the account does not have cannot be taken from it.
-        if matches!(next.phase, Phase::Deposited { .. }) {
-            next.reversals.values_mut().for_each(|it| it.is_posting_requested |= !it.is_undone);
-        }
-        let (before, owed) = (self.outstanding_events(), next.outstanding_events());
-        let news: Vec<_> = owed.iter().filter(|event| !before.contains(event)).cloned().collect();
-        let waits = !owed.is_empty() || !next.status_checks(ctx.now).is_empty();
-        // A new wait starts with the shortest pause.
-        let begins = !news.is_empty() || self.phase != next.phase;
-        let again = match self.again {
-            Some(again) if waits && !begins => Some(again),
-            Some(_) | None => waits.then(|| ResendTimer::first(ctx.now)),
-        };
-        let next = Self { again, ..next };
-        let reply = next.shown();
-        Transition::to(next, reply, why).with(news, None)
-    }
-
     pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else {
             return Transition::stay(Reply::Done);
@@ -117,7 +96,7 @@ impl Payment {
     }
 
     /// The requests that read a state at the processor periodically, since its webhooks may be lost.
-    fn status_checks(&self, now: Timestamp) -> Vec<Event> {
+    pub(super) fn status_checks(&self, now: Timestamp) -> Vec<Event> {
         let payment_id = self.id;
         let processor_id = || self.processor_id.clone().unwrap_or_default();
         match self.phase {

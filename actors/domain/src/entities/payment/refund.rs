@@ -1,129 +1,19 @@
 //! Refunds that the payer requests: debited from the account first, then paid by the processor.
 
-use super::{MAX_REFUNDS, Payment, Phase, PhaseName, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal, differs};
+use super::{
+    MAX_REFUNDS, Payment, Phase, PhaseName, ProcessorRefund, Refund, RefundDebit, RefundStatus, Rejection, Reply,
+    differs,
+};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 /// The placeholder for the processor's id of a refund that it refused, or that is too small for it.
 pub const NEVER_MADE: &str = "never_made";
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Refund {
-    pub reason: String,
-    pub asked_at: Timestamp,
-    pub taking: RefundDebit,
-    /// What the processor refunds for it, where it charged another currency: fixed with the debit.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub charged_minor: Option<i64>,
-    /// What the account is credited once it has failed, where that is not what it was debited: rounding has moved to another part.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub returned_minor: Option<i64>,
-    /// Its state at the processor.
-    pub at_processor: Option<ProcessorRefund>,
-}
-
-/// The state of its debit between the payment and the account.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "taking", rename_all = "snake_case")]
-pub enum RefundDebit {
-    /// The account is asked to debit at most this amount; where it is not exact, a smaller amount will do.
-    Asked {
-        most_minor: i64,
-        is_exact: bool,
-    },
-    Taken {
-        amount_minor: i64,
-    },
-    Refused {
-        why: String,
-    },
-    /// The processor did not pay it, and the account was credited again.
-    GivenBack {
-        amount_minor: i64,
-    },
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProcessorRefund {
-    pub processor_refund_id: String,
-    pub status: RefundStatus,
-}
-
-/// In the order of progress; an earlier status that arrives later is stale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RefundStatus {
-    Pending,
-    Succeeded,
-    /// Also after it had succeeded: a bank may return it.
-    Failed,
-}
-
-impl Refund {
-    /// The refund of a deposit that no account has: it need not be debited.
-    pub(super) fn of_refused_deposit(
-        amount_minor: i64,
-        charged_minor: Option<i64>,
-        why: &str,
-        ctx: &TransitionContext<'_>,
-    ) -> Self {
-        let taking = RefundDebit::Taken { amount_minor };
-        Self {
-            reason: why.to_owned(),
-            asked_at: ctx.now,
-            taking,
-            charged_minor,
-            returned_minor: None,
-            at_processor: None,
-        }
-    }
-
-    pub(super) fn status(&self) -> Option<RefundStatus> {
-        self.at_processor.as_ref().map(|it| it.status)
-    }
-
-    /// The amount that it takes of the payment, also while it is only requested.
-    #[must_use]
-    pub const fn gone_minor(&self) -> i64 {
-        match self.taking {
-            RefundDebit::Asked { most_minor, .. } => most_minor,
-            RefundDebit::Taken { amount_minor } => amount_minor,
-            RefundDebit::GivenBack { amount_minor } => amount_minor - self.credit_minor(amount_minor),
-            RefundDebit::Refused { .. } => 0,
-        }
-    }
-
-    /// What the account is credited once it has failed.
-    pub(super) const fn credit_minor(&self, taken_minor: i64) -> i64 {
-        match self.returned_minor {
-            Some(returned) => returned,
-            None => taken_minor,
-        }
-    }
-
-    const fn is_refused(&self) -> bool {
-        matches!(self.taking, RefundDebit::Refused { .. })
-    }
-
-    pub(super) fn deadline(&self) -> Option<Deadline> {
-        let waits_for = match (&self.taking, self.status()) {
-            (RefundDebit::Asked { .. }, _) => "a refund is to be taken from the account",
-            (RefundDebit::Taken { .. }, None | Some(RefundStatus::Pending)) => "the processor is to pay a refund",
-            (RefundDebit::Taken { .. }, Some(RefundStatus::Failed)) => {
-                "a failed refund is to be credited to the account"
-            }
-            (RefundDebit::Taken { .. }, Some(RefundStatus::Succeeded))
-            | (RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. }, _) => return None,
-        };
-        Some(Deadline::new(self.asked_at + REFUND_OVERDUE_AFTER, waits_for))
-    }
-}
 
 impl Payment {
     pub(super) fn refund(
@@ -150,7 +40,7 @@ impl Payment {
         }
         // One that the account has refused moved no money: the oldest of them makes room.
         let oldest_refused =
-            self.refunds.iter().filter(|(_, refund)| refund.is_refused()).min_by_key(|(_, it)| it.asked_at);
+            self.refunds.iter().filter(|(_, refund)| matches!(refund.taking, RefundDebit::Refused { .. })).min_by_key(|(_, it)| it.asked_at);
         let replaced = oldest_refused.map(|(id, _)| *id).filter(|_| self.refunds.len() >= MAX_REFUNDS);
         if self.refunds.len() >= MAX_REFUNDS && replaced.is_none() {
             return Err(Rejection::TooManyRefunds);
@@ -292,18 +182,6 @@ impl Payment {
         }
         let waits_for = "no account can take the payment: an operator has to refund it at the payment processor";
         self.is_not_paid_back().then(|| Deadline::new(at, waits_for))
-    }
-
-    /// True of a refused payment that no refund under way pays back, and that no operator has ended.
-    pub(super) fn is_not_paid_back(&self) -> bool {
-        let pending = |refund: &Refund| matches!(refund.status(), None | Some(RefundStatus::Pending));
-        if !matches!(self.phase, Phase::Refused { .. }) || self.refunds.values().any(pending) {
-            return false;
-        }
-        let paid_back = self.refunds.values().filter(|refund| refund.status() == Some(RefundStatus::Succeeded));
-        let back = paid_back.map(Refund::gone_minor).chain(self.reversals.values().map(Reversal::gone_minor));
-        let is_ended = self.processor_id.as_deref().is_some_and(|own| self.ended_review(own).is_some());
-        !is_ended && back.fold(0, i64::saturating_add) < self.amount_minor
     }
 
     fn known(&self, refund_id: RefundId) -> Result<&Refund, Rejection> {

@@ -3,8 +3,8 @@
 //! not paid; a whole refund at the processor ends it, too (deploy/decisions/0098). In the same way an operator ends the wait of money that no
 //! account can have, and that cannot be refunded.
 
-use super::reversal::ReportedReversal;
-use super::{Payment, Phase, PhaseName, Rejection, Reply, ReversalStep, differs};
+use super::reversal_record::ReportedReversal;
+use super::{Payment, Phase, PhaseName, Refund, RefundStatus, Rejection, Reply, Reversal, ReversalStep, differs};
 use crate::audit::{AuditAction, AuditRecord};
 use crate::money::{Currency, minor_in_currency};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
@@ -239,6 +239,18 @@ impl Payment {
                 "reason": reason,
             }),
         )
+    }
+
+    /// True of a refused payment that no refund under way pays back, and that no operator has ended.
+    pub(super) fn is_not_paid_back(&self) -> bool {
+        let pending = |refund: &Refund| matches!(refund.status(), None | Some(RefundStatus::Pending));
+        if !matches!(self.phase, Phase::Refused { .. }) || self.refunds.values().any(pending) {
+            return false;
+        }
+        let paid_back = self.refunds.values().filter(|refund| refund.status() == Some(RefundStatus::Succeeded));
+        let back = paid_back.map(Refund::gone_minor).chain(self.reversals.values().map(Reversal::gone_minor));
+        let is_ended = self.processor_id.as_deref().is_some_and(|own| self.ended_review(own).is_some());
+        !is_ended && back.fold(0, i64::saturating_add) < self.amount_minor
     }
 
     /// A reversal of money that is under review, or that was decided about: no account had it, and nothing is posted. `None` where the
