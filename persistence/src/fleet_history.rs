@@ -91,15 +91,15 @@ impl FleetHistory {
             gpus.iter().map(|sample| i64::try_from(of(sample)).unwrap_or(i64::MAX)).collect()
         };
         let stored: i64 = sqlx::query_scalar(
-            "WITH mine AS (
+            "WITH claimed_hour AS (
                  INSERT INTO fleet_hour (hour, gpus_at) VALUES ($1, $2)
                  ON CONFLICT (hour) DO UPDATE SET gpus_at = excluded.gpus_at WHERE fleet_hour.gpus_at IS NULL
                  RETURNING hour),
              gpus AS (
                  INSERT INTO fleet_hour_gpus (hour, sku, sku_name, region, gpus_total, gpus_held, gpus_free)
-                 SELECT mine.hour, counted.* FROM mine
+                 SELECT claimed_hour.hour, counted.* FROM claimed_hour
                  CROSS JOIN unnest($3::uuid[], $4::text[], $5::text[], $6::bigint[], $7::bigint[], $8::bigint[]) AS counted)
-             SELECT count(*) FROM mine",
+             SELECT count(*) FROM claimed_hour",
         )
         .bind(hour)
         .bind(counted_at)
@@ -150,13 +150,13 @@ impl FleetHistory {
         let column = |of: fn(&RentalCounts) -> f64| -> Vec<f64> { rentals.iter().map(|(_, row)| of(row)).collect() };
         let begun: Vec<_> = rentals.iter().map(|(_, row)| i64::try_from(row.begun).unwrap_or(i64::MAX)).collect();
         let added: i64 = sqlx::query_scalar(
-            "WITH mine AS (
+            "WITH claimed_hour AS (
                  INSERT INTO fleet_hour (hour, added_up_at) VALUES ($1, $2)
                  ON CONFLICT (hour) DO UPDATE SET added_up_at = excluded.added_up_at WHERE fleet_hour.added_up_at IS NULL
                  RETURNING hour),
              rentals AS (
                  INSERT INTO fleet_hour_rentals (hour, sku, region, begun, p50_seconds, p95_seconds)
-                 SELECT mine.hour, counted.* FROM mine
+                 SELECT claimed_hour.hour, counted.* FROM claimed_hour
                  CROSS JOIN unnest($3::uuid[], $4::text[], $5::bigint[], $6::float8[], $7::float8[]) AS counted),
              posted AS (
                  SELECT allocation, currency, sum(CASE WHEN credit = 'revenue' THEN amount ELSE -amount END) AS amount
@@ -174,9 +174,9 @@ impl FleetHistory {
                  END),
              revenue AS (
                  INSERT INTO fleet_hour_revenue (hour, currency, sku, region, amount)
-                 SELECT mine.hour, currency, coalesce(sku, $9), coalesce(region, ''), sum(amount)::bigint
-                 FROM mine CROSS JOIN placed GROUP BY mine.hour, currency, coalesce(sku, $9), coalesce(region, ''))
-             SELECT count(*) FROM mine",
+                 SELECT claimed_hour.hour, currency, coalesce(sku, $9), coalesce(region, ''), sum(amount)::bigint
+                 FROM claimed_hour CROSS JOIN placed GROUP BY claimed_hour.hour, currency, coalesce(sku, $9), coalesce(region, ''))
+             SELECT count(*) FROM claimed_hour",
         )
         .bind(hour)
         .bind(now)

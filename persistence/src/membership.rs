@@ -252,7 +252,7 @@ impl Cluster {
         .await
     }
 
-    /// Hands those of `mine` that this member still owns under these epochs over to `to` (`None`: no owner): each with an epoch one
+    /// Hands those of `owned` that this member still owns under these epochs over to `to` (`None`: no owner): each with an epoch one
     /// higher. From then on this member commits nothing there.
     ///
     /// # Errors
@@ -261,15 +261,15 @@ impl Cluster {
         &self,
         me: MemberId,
         to: Option<MemberId>,
-        mine: &[(Shard, Epoch)],
+        owned: &[(Shard, Epoch)],
     ) -> Result<BTreeMap<Shard, Epoch>, StoreError> {
         self.change(
             sqlx::query(
                 "UPDATE shard SET owner = $2, epoch = shard.epoch + 1
                  FROM (
                      SELECT shard.id FROM shard
-                     JOIN unnest($3::smallint[], $4::bigint[]) AS mine (id, epoch)
-                       ON mine.id = shard.id AND mine.epoch = shard.epoch AND shard.owner = $1
+                     JOIN unnest($3::smallint[], $4::bigint[]) AS owned (id, epoch)
+                       ON owned.id = shard.id AND owned.epoch = shard.epoch AND shard.owner = $1
                      ORDER BY shard.id FOR UPDATE OF shard
                  ) AS given
                  WHERE shard.id = given.id
@@ -277,8 +277,8 @@ impl Cluster {
             )
             .bind(me.0)
             .bind(to.map(|to| to.0))
-            .bind(mine.iter().map(|(shard, _)| i16::from(shard.0)).collect::<Vec<_>>())
-            .bind(mine.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>()),
+            .bind(owned.iter().map(|(shard, _)| i16::from(shard.0)).collect::<Vec<_>>())
+            .bind(owned.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>()),
             "handing shards over",
         )
         .await

@@ -1,5 +1,6 @@
 //! The conventions of the workspace: dependencies between crates, those of the pure crate, and what no source may contain.
 
+use regex::Regex;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -296,6 +297,19 @@ fn declared_functions_fields_and_variants_are_found() {
     assert_eq!(declared_members(text), expected);
 }
 
+/// The names that statements in SQL give to their parts, tables and columns.
+fn sql_aliases(text: &str) -> Vec<String> {
+    let alias = Regex::new(r"\bAS ([a-z_]\w*)|\b([a-z_]\w*) AS (?:MATERIALIZED )?\(").expect("it is a pattern");
+    alias.captures_iter(text).filter_map(|it| it.get(1).or(it.get(2))).map(|it| it.as_str().to_owned()).collect()
+}
+
+#[test]
+fn aliases_of_sql_are_found() {
+    let text =
+        "WITH one AS MATERIALIZED (SELECT a AS two FROM b), three AS (SELECT) SELECT FROM unnest($1) AS four (c)";
+    assert_eq!(sql_aliases(text), ["one", "two", "three", "four"]);
+}
+
 /// Names in which such a word is a term of the field: the words of a GPU's memory.
 const TERMS_OF_THE_FIELD: [&str; 2] = ["wrong_words", "wrong_words_on_the_gpu"];
 
@@ -306,8 +320,12 @@ fn names_contain_no_word_that_the_glossary_excludes() {
     let excluded: BTreeSet<String> = excluded.split('`').skip(1).step_by(2).map(str::to_owned).collect();
     assert!(excluded.len() > 20, "{excluded:?}");
     let mut found = Vec::new();
-    for (path, text) in sources().into_iter().filter(|(path, _)| path.extension().is_some_and(|it| it == "rs")) {
+    // Migrations are not changed.
+    let is_code =
+        |path: &Path| path.extension().is_some_and(|it| it == "rs" || it == "sql") && !path.starts_with("migrations");
+    for (path, text) in sources().into_iter().filter(|(path, _)| is_code(path)) {
         let declared = declared_names(&text).into_iter().map(|(name, _)| name).chain(declared_members(&text));
+        let declared = declared.chain(sql_aliases(&text));
         let declared = declared.filter(|name| !TERMS_OF_THE_FIELD.contains(&name.as_str()));
         let names = path.iter().map(|part| part.to_string_lossy().replace(".rs", "")).chain(declared);
         found.extend(

@@ -228,8 +228,8 @@ impl Batch {
             .bind(self.without_timer().bind_iter())
             .bind(self.column(|job| job.commit.origin.tracestate.as_deref()).bind_iter())
             .bind(self.preconditions().map(|(ord, _)| ord).bind_iter())
-            .bind(self.preconditions().map(|(_, footing)| footing.entity).bind_iter())
-            .bind(self.preconditions().map(|(_, footing)| footing.version).bind_iter())
+            .bind(self.preconditions().map(|(_, required)| required.entity).bind_iter())
+            .bind(self.preconditions().map(|(_, required)| required.version).bind_iter())
             .bind(self.postings().map(|(ord, _)| ord).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.number).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.kind.name()).bind_iter())
@@ -295,7 +295,7 @@ impl Batch {
     }
 
     fn preconditions(&self) -> impl Iterator<Item = (i64, &Precondition)> {
-        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.requires.iter().map(move |footing| (ord, footing)))
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.requires.iter().map(move |required| (ord, required)))
     }
 
     /// The claims or terms of the transitions, each with its transition's index and entity.

@@ -25,15 +25,15 @@ done AS MATERIALIZED (
     SELECT id, entity, digest, reply FROM command WHERE id = ANY ($20)
 ),
 -- What transitions rest on beside their own entity. The lock keeps it as it is until this batch is committed; one that came
--- later has changed it before, and is seen here. Transitions whose footing is gone are `void`.
-footing AS MATERIALIZED (
+-- later has changed it before, and is seen here. Transitions whose precondition does not hold any more are `void`.
+precondition AS MATERIALIZED (
     SELECT id, version FROM entity WHERE id = ANY ($42::uuid[]) ORDER BY id FOR SHARE
 ),
 void AS MATERIALIZED (
-    SELECT rests.ord
-    FROM unnest($41::bigint[], $42::uuid[], $43::bigint[]) AS rests (ord, id, version)
-    LEFT JOIN footing ON footing.id = rests.id AND footing.version = rests.version
-    WHERE footing.id IS NULL
+    SELECT required.ord
+    FROM unnest($41::bigint[], $42::uuid[], $43::bigint[]) AS required (ord, id, version)
+    LEFT JOIN precondition ON precondition.id = required.id AND precondition.version = required.version
+    WHERE precondition.id IS NULL
 ),
 -- Names that transitions claim and an entity has. One that is claimed in between violates the table's key, and the batch is sent again.
 claimed AS MATERIALIZED (
@@ -162,7 +162,7 @@ command_row AS (
     INSERT INTO command (id, entity, shard, digest, reply, resolved)
     SELECT command_id, id, shard, digest, reply::jsonb, resolved FROM passed WHERE command_id IS NOT NULL
 ),
-waiting AS (
+deadline_row AS (
     INSERT INTO deadline (entity, kind, shard, wake_at, deadline_at, reason)
     SELECT id, kind, shard, wake_at, deadline_at, reason FROM passed WHERE wake_at IS NOT NULL
     ON CONFLICT (entity) DO UPDATE
@@ -170,7 +170,7 @@ waiting AS (
     WHERE (deadline.wake_at, deadline.deadline_at, deadline.reason)
           IS DISTINCT FROM (excluded.wake_at, excluded.deadline_at, excluded.reason)
 ),
-resting AS (
+dropped_deadline AS (
     DELETE FROM deadline USING passed
     WHERE deadline.entity = ANY ($39::uuid[]) AND deadline.entity = passed.id AND passed.wake_at IS NULL
 )

@@ -45,7 +45,7 @@ pub struct LedgerSum {
 /// was made before the instant; so later postings cannot move it, as long as clocks do not go back past the instant.
 const POSITIONS: &str = "
     WITH RECURSIVE search (ord, instant, place, step) AS (
-        SELECT ord, instant, 0::bigint, 1::bigint << 40 FROM unnest($2::timestamptz[]) WITH ORDINALITY AS asked (instant, ord)
+        SELECT ord, instant, 0::bigint, 1::bigint << 40 FROM unnest($2::timestamptz[]) WITH ORDINALITY AS requested (instant, ord)
         UNION ALL
         SELECT ord, instant,
                CASE WHEN EXISTS (

@@ -142,9 +142,9 @@ impl Reads {
         // The last posting has the total; a refund has no beginning and sorts after those that have one. A refund by an operator is not
         // a part of the cost.
         let rows = sqlx::query(
-            "SELECT asked.id, last.cost, last.used_until
-             FROM unnest($1::uuid[]) AS asked (id) CROSS JOIN LATERAL (
-                 SELECT cost, used_until FROM ledger WHERE allocation = asked.id AND kind <> 'allocation_refund'
+            "SELECT requested.id, last.cost, last.used_until
+             FROM unnest($1::uuid[]) AS requested (id) CROSS JOIN LATERAL (
+                 SELECT cost, used_until FROM ledger WHERE allocation = requested.id AND kind <> 'allocation_refund'
                  ORDER BY used_from DESC NULLS FIRST LIMIT 1
              ) AS last",
         )

@@ -45,10 +45,10 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("AND owner = $2 AND sku = $3", "the allocations of one owner"),
     ("AND state = $2 AND sku = $3", "until a page is full; the rarer one of the two is found by its index"),
     (
-        "WHERE outbox.shard = mine.shard AND written_at <",
+        "WHERE outbox.shard = owned.shard AND written_at <",
         "at most the limit of each shard; among few rows there are fewer",
     ),
-    ("WHERE outbox.shard = mine.shard AND (outbox.epoch, outbox.seq) >", "as above"),
+    ("WHERE outbox.shard = owned.shard AND (outbox.epoch, outbox.seq) >", "as above"),
     ("WHERE audit.shard = term.shard", "at most 65 rows of each shard; among few rows there are fewer"),
     ("WHERE audit.shard = head.shard", "as above"),
     ("SELECT min(written_at) FROM outbox", "what is not settled, for `gpuaas retention`"),
