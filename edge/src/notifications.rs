@@ -21,6 +21,7 @@ use domain::notification::Channel;
 use futures::StreamExt as _;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
+use persistence::metrics::registered;
 use prometheus::{IntCounter, IntGauge, Registry};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -85,10 +86,7 @@ impl NotificationMetrics {
         let connections =
             IntGauge::new("ws_notifications_active_connections", "Connections for notifications to this process.")?;
         registry.register(Box::new(connections.clone()))?;
-        let counter = |name, help| {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone())).map(|()| counter)
-        };
+        let counter = |name, help| registered(registry, IntCounter::new(name, help));
         Ok(Self {
             connections,
             forwarded: counter("ws_notifications_forwarded_messages_total", "Notifications written to a connection.")?,

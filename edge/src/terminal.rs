@@ -13,6 +13,7 @@ use crate::http::long_poll::LongPolls;
 use crate::terminal::recording::RecordingIntake;
 use dashmap::DashMap;
 use domain::TerminalSessionId;
+use persistence::metrics::registered;
 use prometheus::{IntCounter, IntGauge, Registry};
 use relay::TerminalBus;
 use secrecy::{ExposeSecret as _, SecretSlice, SecretString};
@@ -56,14 +57,8 @@ pub(crate) struct TerminalMetrics {
 
 impl TerminalMetrics {
     fn register(registry: &Registry) -> prometheus::Result<Self> {
-        let counter = |name, help| {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone())).map(|()| counter)
-        };
-        let gauge = |name, help| {
-            let gauge = IntGauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone())).map(|()| gauge)
-        };
+        let counter = |name, help| registered(registry, IntCounter::new(name, help));
+        let gauge = |name, help| registered(registry, IntGauge::new(name, help));
         Ok(Self {
             consumed: counter(
                 "terminal_token_consumed_ok_total",

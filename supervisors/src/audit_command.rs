@@ -2,6 +2,7 @@
 
 use crate::cluster::nats;
 use crate::cluster_keys;
+use crate::exit_status;
 use crate::workers::audit_seal::archived;
 use anyhow::{Context, bail};
 use chrono::{TimeDelta, Utc};
@@ -77,14 +78,7 @@ struct VerifyArgs {
 
 /// Runs the subcommand, and returns the result as an exit code.
 pub async fn run(args: AuditArgs) -> ExitCode {
-    match execute(args).await {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
-            ExitCode::from(2)
-        }
-    }
+    exit_status::of_check(execute(args).await)
 }
 
 async fn execute(args: AuditArgs) -> anyhow::Result<bool> {

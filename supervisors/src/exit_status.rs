@@ -5,6 +5,7 @@ use crate::restore_gate::RestoreFinding;
 use persistence::key_rewrap::KeyRingMismatch;
 use persistence::migrate::SchemaError;
 use persistence::pool::{ConnectionError, PoolError};
+use std::io::Write as _;
 use std::process::ExitCode;
 
 /// `EX_CONFIG`: an operator has to correct a setting first, so that a restart does not help.
@@ -14,6 +15,17 @@ pub const WAITS: u8 = 75;
 /// `EX_UNAVAILABLE`: the database cannot be reached. A restart succeeds once it is back.
 pub const UNAVAILABLE: u8 = 69;
 const FAILURE: u8 = 1;
+
+/// The status of a command that checks: 0 where all agrees, 1 where it does not, 2 where that is not known.
+pub(crate) fn of_check(agrees: anyhow::Result<bool>) -> ExitCode {
+    agrees.map_or_else(
+        |error| {
+            let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
+            ExitCode::from(2)
+        },
+        |agrees| ExitCode::from(u8::from(!agrees)),
+    )
+}
 
 /// The status for an error that ends the program.
 #[must_use]

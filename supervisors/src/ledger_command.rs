@@ -1,5 +1,6 @@
 //! `gpuaas ledger`: recomputes every balance from its postings.
 
+use crate::exit_status;
 use anyhow::Context;
 use domain::money::{Currency, MicroAmount};
 use persistence::Reads;
@@ -36,14 +37,7 @@ enum LedgerSubcommand {
 
 /// Runs the subcommand, and returns the result as an exit code.
 pub async fn run(args: LedgerArgs) -> ExitCode {
-    match execute(args).await {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
-            ExitCode::from(2)
-        }
-    }
+    exit_status::of_check(execute(args).await)
 }
 
 async fn execute(args: LedgerArgs) -> anyhow::Result<bool> {

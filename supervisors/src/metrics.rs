@@ -19,6 +19,7 @@ use domain::key_set::Phase;
 use domain::{Commit, EntityKind, Event};
 use edge::trust::current_keys::Keys;
 use entity_totals::EntityTotals;
+use persistence::metrics::registered;
 use persistence::queries::{OutboxBacklog, WaitingCounts};
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
@@ -88,13 +89,9 @@ impl ProcessMetrics {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(registry: &Registry, member: &str, roles: &str) -> Result<Self, prometheus::Error> {
-        let gauge = |name: &str, help: &str| {
-            let gauge = IntGauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone())).map(|()| gauge)
-        };
+        let gauge = |name: &str, help: &str| registered(registry, IntGauge::new(name, help));
         let gauges = |name: &str, help: &str, labels: &[&str]| {
-            let gauges = IntGaugeVec::new(Opts::new(name, help), labels)?;
-            registry.register(Box::new(gauges.clone())).map(|()| gauges)
+            registered(registry, IntGaugeVec::new(Opts::new(name, help), labels))
         };
         let info = gauges("build_info", "Always 1; the labels say what runs here.", &["version", "member", "roles"])?;
         info.with_label_values(&[env!("CARGO_PKG_VERSION"), member, roles]).set(1);

@@ -1,6 +1,7 @@
 //! Metrics of requests for platform roles and their changes (specification, *Observability surface*).
 
 use axum::http::Method;
+use persistence::metrics::registered;
 use prometheus::{IntCounter, Registry};
 
 use crate::http::error::{ApiError, Code};
@@ -22,9 +23,7 @@ impl PlatformRoleCounters {
     /// [`prometheus::Error`] where the registry has counters of these names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
         let counter = |name: &str, help: &str| {
-            let counter = IntCounter::new(format!("api_platform_role_{name}_total"), help)?;
-            registry.register(Box::new(counter.clone()))?;
-            Ok::<_, prometheus::Error>(counter)
+            registered(registry, IntCounter::new(format!("api_platform_role_{name}_total"), help))
         };
         Ok(Self {
             list_requests: counter("list_requests", "Requests for the list of platform role bindings.")?,

@@ -11,6 +11,7 @@ use actors::shell_dependencies::Environment;
 use domain::policy::{PolicyKey, Scopes};
 use domain::recording::{RecordingMode, RecordingTerms};
 use persistence::Recordings;
+use persistence::metrics::registered;
 use prometheus::{IntCounter, Registry};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -102,10 +103,7 @@ impl RecordingIntake {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub(crate) fn register(registry: &Registry) -> prometheus::Result<Self> {
-        let counter = |name, help| {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone())).map(|()| counter)
-        };
+        let counter = |name, help| registered(registry, IntCounter::new(name, help));
         let metrics = RecordingMetrics {
             stored: counter("terminal_recording_chunks_total", "Chunks of terminal recordings that were stored.")?,
             bytes: counter("terminal_recording_bytes_total", "Bytes of terminal recordings that were stored.")?,

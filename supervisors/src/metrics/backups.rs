@@ -1,5 +1,6 @@
 //! Gauges of backups. What was never made has no series: Postgres may be backed up by other means than `deploy/backup`.
 
+use persistence::metrics::registered;
 use persistence::queries::BackupTimes;
 use prometheus::{GaugeVec, Opts, Registry};
 
@@ -14,8 +15,7 @@ impl BackupMetrics {
     /// Where the registry has metrics of these names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
         let gauges = |name: &str, help: &str, labels: &[&str]| {
-            let gauges = GaugeVec::new(Opts::new(name, help), labels)?;
-            registry.register(Box::new(gauges.clone())).map(|()| gauges)
+            registered(registry, GaugeVec::new(Opts::new(name, help), labels))
         };
         Ok(Self {
             completed: gauges(

@@ -3,6 +3,7 @@
 
 use chrono::{DateTime, Utc};
 use edge::trust::current_keys::Keys;
+use persistence::metrics::registered;
 use persistence::queries::{AccountSum, GpuUse, NodeConcerns, StateCount};
 use prometheus::{Gauge, GaugeVec, Opts, Registry};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,13 +25,9 @@ impl EntityTotals {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let gauge = |name: &str, help: &str| {
-            let gauge = Gauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone())).map(|()| gauge)
-        };
+        let gauge = |name: &str, help: &str| registered(registry, Gauge::new(name, help));
         let gauges = |name: &str, help: &str, labels: &[&str]| {
-            let gauges = GaugeVec::new(Opts::new(name, help), labels)?;
-            registry.register(Box::new(gauges.clone())).map(|()| gauges)
+            registered(registry, GaugeVec::new(Opts::new(name, help), labels))
         };
         let entities = gauges(
             "entities_by_state",

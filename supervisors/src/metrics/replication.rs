@@ -1,6 +1,7 @@
 //! Gauges of what is replicated: the database to its standbys, and the streams of NATS to the servers of its cluster.
 
 use domain::event::Stream;
+use persistence::metrics::registered;
 use persistence::queries::ReplicationStatus;
 use prometheus::{IntGauge, IntGaugeVec, Opts, Registry};
 
@@ -16,10 +17,7 @@ impl ReplicationMetrics {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let gauge = |name: &str, help: &str| {
-            let gauge = IntGauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone())).map(|()| gauge)
-        };
+        let gauge = |name: &str, help: &str| registered(registry, IntGauge::new(name, help));
         let missing_copies = IntGaugeVec::new(
             Opts::new(
                 "nats_stream_copies_missing",

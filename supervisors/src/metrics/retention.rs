@@ -1,5 +1,6 @@
 //! Metrics of the tables' sizes and of the removal by age. Every process with entities exports the same sizes and lags.
 
+use persistence::metrics::registered;
 use persistence::table_sizes::TableSize;
 use prometheus::{Gauge, GaugeVec, IntCounterVec, IntGaugeVec, Opts, Registry};
 use std::collections::BTreeMap;
@@ -21,10 +22,7 @@ impl RetentionMetrics {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let gauges = |name: &str, help: &str| {
-            let gauges = IntGaugeVec::new(Opts::new(name, help), &["table"])?;
-            registry.register(Box::new(gauges.clone())).map(|()| gauges)
-        };
+        let gauges = |name: &str, help: &str| registered(registry, IntGaugeVec::new(Opts::new(name, help), &["table"]));
         let removed = IntCounterVec::new(
             Opts::new(
                 "retention_removed_total",

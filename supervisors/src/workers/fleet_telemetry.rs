@@ -5,6 +5,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use edge::app_state::AppState;
 use edge::fleet_telemetry::{FleetGroup, FleetReport};
+use persistence::metrics::registered;
 use persistence::outage_log::RetryLog;
 use prometheus::{Gauge, GaugeVec, Opts, Registry};
 use std::collections::BTreeSet;
@@ -62,13 +63,9 @@ impl FleetMetrics {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let gauge = |name: &str, help: &str| {
-            let gauge = Gauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone())).map(|()| gauge)
-        };
+        let gauge = |name: &str, help: &str| registered(registry, Gauge::new(name, help));
         let gauges = |name: &str, help: &str, labels: &[&str]| {
-            let gauges = GaugeVec::new(Opts::new(name, help), labels)?;
-            registry.register(Box::new(gauges.clone())).map(|()| gauges)
+            registered(registry, GaugeVec::new(Opts::new(name, help), labels))
         };
         let nodes = gauges("fleet_nodes", "Nodes that are neither removed nor being removed.", &["sku", "region"])?;
         let reporting =
