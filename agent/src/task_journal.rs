@@ -382,6 +382,14 @@ mod tests {
         Utc::now() + TimeDelta::minutes(5)
     }
 
+    /// A new journal, in a folder of its own.
+    fn opened() -> (tempfile::TempDir, PathBuf, Journal) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        (folder, path, journal)
+    }
+
     async fn walk(journal: &Journal, task: u128, attempt: u32, steps: usize) {
         let task_id = Uuid::from_u128(task);
         let at = Utc::now();
@@ -402,8 +410,7 @@ mod tests {
 
     #[tokio::test]
     async fn allocation_in_clean_up_is_never_opened_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(&folder.path().join("journal"), &clock(Utc::now())).unwrap();
+        let (_folder, _, journal) = opened();
         let allocation_id = Uuid::from_u128(9);
         let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
         let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
@@ -416,9 +423,7 @@ mod tests {
 
     #[tokio::test]
     async fn started_terminal_is_remembered_until_its_lifetime_ends() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         let ends_at = Utc::now() + TimeDelta::hours(4);
         for (task, status) in [(1, TaskStatus::Succeeded), (2, TaskStatus::Failed)] {
             let open = OpenTerminal {
@@ -466,8 +471,7 @@ mod tests {
 
     #[tokio::test]
     async fn allocation_is_released_from_its_successful_clean_up_on() {
-        let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(&folder.path().join("journal"), &clock(Utc::now())).unwrap();
+        let (_folder, _, journal) = opened();
         let allocation_id = Uuid::from_u128(9);
         let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
         let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
@@ -481,9 +485,7 @@ mod tests {
 
     #[tokio::test]
     async fn each_phase_survives_a_restart() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         for steps in 1..=4 {
             walk(&journal, steps as u128, 1, steps).await;
         }
@@ -501,9 +503,7 @@ mod tests {
 
     #[tokio::test]
     async fn journal_truncated_anywhere_opens_to_a_prefix() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         walk(&journal, 1, 1, 4).await;
         drop(journal);
         let whole = fs::read(&path).unwrap();
@@ -544,8 +544,7 @@ mod tests {
 
     #[tokio::test]
     async fn later_attempt_replaces_an_earlier_one_and_not_vice_versa() {
-        let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(&folder.path().join("journal"), &clock(Utc::now())).unwrap();
+        let (_folder, _, journal) = opened();
         walk(&journal, 1, 1, 2).await;
         walk(&journal, 1, 2, 2).await;
         // The first attempt ends late.
@@ -558,9 +557,7 @@ mod tests {
 
     #[tokio::test]
     async fn only_tasks_that_may_be_resent_are_remembered() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         walk(&journal, 1, 1, 4).await;
         walk(&journal, 2, 1, 3).await;
         drop(journal);
@@ -572,9 +569,7 @@ mod tests {
 
     #[tokio::test]
     async fn update_in_progress_is_remembered_until_its_outcome() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         let digest = wire::package::Digest::of(b"new");
         let update = Task::UpdateAgent(wire::task::UpdateAgent { digest, force: false, commit_seconds: 3600 });
         let payload = TaskPayload { task: update, ..payload(1, 1, soon()) };
@@ -588,9 +583,7 @@ mod tests {
 
     #[tokio::test]
     async fn tasks_of_a_newer_agent_do_not_stop_the_one_that_is_put_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         walk(&journal, 1, 1, 2).await;
         walk(&journal, 2, 1, 2).await;
         drop(journal);
@@ -695,9 +688,7 @@ mod tests {
 
     #[tokio::test]
     async fn long_journal_is_compacted_while_in_use() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("journal");
-        let journal = Journal::open(&path, &clock(Utc::now())).unwrap();
+        let (_folder, path, journal) = opened();
         walk(&journal, 1, 1, 1).await;
         let line = JournalEntry::Accepted { payload: payload(1, 1, soon()) };
         for _ in 0..writer::SLACK_LINES + 10 {

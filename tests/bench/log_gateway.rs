@@ -48,8 +48,7 @@ fn main() -> anyhow::Result<()> {
 
 async fn measure(cluster: &mut TestCluster, nginx: &Nginx, plan: MeasurementPlan) -> anyhow::Result<BenchReport> {
     cluster.offer_sku("h100", 1).await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let agent = FakeAgent::enroll(&bundle, 1).await;
     let token = agent.send(Method::POST, "log-token", None).await.ok();
     let token = token["token"].as_str().context("there is a token")?.to_owned();

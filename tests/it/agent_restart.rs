@@ -107,8 +107,7 @@ async fn terminal_outlives_restart_kill_and_update_of_its_agent_and_a_stop_ends_
     let mut cluster = builder.policy("terminal.recording_mode", "strict").start().await;
     let Some(machine) = Machine::boot(&mut cluster).await else { return cluster.shutdown().await };
     let container = &machine.container;
-    let allocation = cluster.rent(SKU, 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active(SKU, 1).await;
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
     terminal.enter("PS1=; stty -echo; echo be''gun\n").await;
     terminal.expect_output("begun").await;
@@ -170,8 +169,7 @@ async fn neither_proc_nor_systemd_shows_a_tenant_the_command_lines_of_others() {
         "root sees it each way: {}",
         container.run("systemctl status --no-pager user-4242.slice")
     );
-    let allocation = cluster.rent(SKU, 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active(SKU, 1).await;
     let (mut terminal, _) = cluster.terminal(allocation.id).await;
     terminal.enter(&format!("count=$({looks}); echo shown:$count.\n")).await;
     terminal.expect_output("shown:0.").await;

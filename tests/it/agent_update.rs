@@ -146,8 +146,7 @@ async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_
     let mut cluster = cluster(&registry, &first.to_string(), folder.path()).await;
     let Some((mut container, node)) = machine(&mut cluster, "").await else { return cluster.shutdown().await };
     assert_eq!(node.get().await["agent"]["package_digest"], first.to_string());
-    let allocation = cluster.rent(SKU, 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active(SKU, 1).await;
     let (mut terminal, _) = cluster.terminal(allocation.id).await;
     terminal.enter("PS1=; stty -echo; echo be''gun\n").await;
     terminal.expect_output("begun").await;

@@ -28,10 +28,8 @@ async fn allocation_that_cannot_be_provisioned_is_released_with_its_failure_and_
     assert_eq!(cluster.states_of(allocation.id).await, ["requested", "provisioning", "releasing", "released"]);
     node.expect_all_free().await;
     cluster.restart_agent_with_flags(&node, &[]).await;
-    let after = cluster.rent("h100", 8).await;
-    after.expect_state("active").await;
-    after.release().await;
-    after.expect_state("released").await;
+    let after = cluster.rent_active("h100", 8).await;
+    after.release_fully().await;
     cluster.allow_error("simulated_failure");
     cluster.shutdown().await;
 }
@@ -140,10 +138,8 @@ async fn forced_release_quarantines_the_node_until_its_clean_up_proof() {
     }
     node.expect_state("active").await;
     node.expect_all_free().await;
-    let after = cluster.rent("h100", 8).await;
-    after.expect_state("active").await;
-    after.release().await;
-    after.expect_state("released").await;
+    let after = cluster.rent_active("h100", 8).await;
+    after.release_fully().await;
     cluster.shutdown().await;
 }
 
@@ -163,8 +159,7 @@ async fn two_attempts() -> TestCluster {
 /// A node that is fenced after the last failed attempt to clean up its tenant.
 async fn fence_node(cluster: &mut TestCluster) -> (NodeHandle, AllocationHandle) {
     let node = cluster.node_with("h100", &["--simulate-failure", "release"]).await;
-    let allocation = cluster.rent("h100", 4).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 4).await;
     allocation.release().await;
     allocation.expect_state("release_failed").await;
     let exhausted = "SELECT count(*) FROM history WHERE entity = $1 AND kind = 'node' AND command = 'fence'";

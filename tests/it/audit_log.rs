@@ -63,13 +63,11 @@ pub(crate) async fn wait_until_sealed(cluster: &TestCluster) -> Duration {
 async fn audit_log_is_sealed_verified_and_filtered_and_shows_its_truncation() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     // The owner is killed; the other replica goes on sealing.
     let owner = cluster.owner_of("node", node.id).await;
     cluster.kill9_replica(owner);
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.restart_replica(owner).await;
     wait_until_sealed(&cluster).await;
 

@@ -65,8 +65,7 @@ async fn restored_service_starts_after_the_page_and_reports_what_was_lost() {
     let mut cluster = TestCluster::builder().postgres_with(machine.postgres()).start().await;
     machine.configure(&BackedUpServer::of(&cluster.postgres).await);
     let (node, other_node) = (cluster.node("h100").await, cluster.node("h100").await);
-    let kept = cluster.rent("h100", 1).await;
-    kept.expect_state("active").await;
+    let kept = cluster.rent_active("h100", 1).await;
     machine.expect(&block(PAGE, "The first backup", "sh,postgres")).await;
 
     // The copy of the key ring, with the service's variables.
@@ -89,8 +88,7 @@ async fn restored_service_starts_after_the_page_and_reports_what_was_lost() {
     let now = "SELECT to_char(date_trunc('second', clock_timestamp()) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS+00')";
     let target: String = sqlx::query_scalar(now).fetch_one(&cluster.pool).await.unwrap();
     sleep(Duration::from_millis(1100)).await;
-    let lost = cluster.rent("h100", 2).await;
-    lost.expect_state("active").await;
+    let lost = cluster.rent_active("h100", 2).await;
     cluster.expect_settled().await;
     wait_until_marked(&cluster).await;
     wait_until_archived(&cluster.pool).await;

@@ -148,8 +148,7 @@ async fn credit_is_charged_per_window_with_a_warning_until_depleted_and_renewed(
     let account = cluster.credit("user", 540).await;
     let estimate = user.get("/api/v1/billing/estimate?sku=dear&gpu_count=2").await.ok();
     assert_eq!((&estimate["is_covered"], &estimate["lasts_seconds"]), (&json!(true), &json!(27)), "{estimate}");
-    let rented = cluster.rent("dear", 2).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("dear", 2).await;
     let running = user.wait_until(BALANCE, "a window is charged", |it| micro(&it["balance_micro"]) < 540_000_000).await;
     assert_eq!((&running["burn_minor_per_hour"], &running["running"]), (&json!(72_000), &json!(1)), "{running}");
     assert!(running["lasts_until"].is_string(), "{running}");
@@ -184,8 +183,7 @@ async fn credit_is_charged_per_window_with_a_warning_until_depleted_and_renewed(
     let more = json!({ "amount_minor": 100, "currency": CURRENCY, "reason": "a test needs it" });
     let adjusted = cluster.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &more).await;
     assert_eq!(adjusted.created()["state"], "open");
-    let repeated = cluster.rent("dear", 8).await;
-    repeated.expect_state("active").await;
+    let repeated = cluster.rent_active("dear", 8).await;
     repeated.release().await;
     let released = repeated.expect_state("released").await;
     user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
@@ -262,8 +260,7 @@ async fn lost_gpu_ends_the_billing_of_its_allocation_alone() {
     expensive_sku(&mut cluster).await;
     let node = cluster.node("dear").await;
     cluster.credit("user", 50_000).await;
-    let rented = cluster.rent("dear", 8).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("dear", 8).await;
     let user = cluster.user.clone();
     user.wait_until(BALANCE, "it is charged", |it| micro(&it["balance_micro"]) < 50_000_000_000).await;
     // The machine has lost a GPU: a fault of that GPU and its tenant, and of no other.

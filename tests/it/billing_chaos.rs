@@ -64,8 +64,7 @@ async fn ledger_is_balanced_after_replicas_postgres_and_nats_are_killed() {
         cluster.credit(user, 90_000).await;
     }
     // One allocation runs through all of it.
-    let lasting = cluster.rent("dear", 1).await;
-    lasting.expect_state("active").await;
+    let lasting = cluster.rent_active("dear", 1).await;
     let (enough, ran) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let people = [cluster.user.clone(), cluster.other_user.clone()];
     let rents = |by| tokio::spawn(rent_repeatedly(by, Arc::clone(&enough), Arc::clone(&ran)));

@@ -63,8 +63,7 @@ async fn start_with_allocation(mut cluster: TestCluster) -> (TestCluster, Alloca
     expensive_sku(&mut cluster).await;
     cluster.node("dear").await;
     cluster.credit("user", 90_000).await;
-    let rented = cluster.rent("dear", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("dear", 1).await;
     wait_until_charged_beyond(&cluster, rented.id, DateTime::UNIX_EPOCH).await;
     (cluster, rented)
 }
@@ -224,8 +223,7 @@ async fn worker_that_was_down_for_a_day_charges_it_as_one_window() {
     let mut cluster = short_windows().policy("node.certificate_ttl_seconds", month).service_clock().start().await;
     cluster.node("h100").await;
     cluster.credit("user", 100_000).await;
-    let rented = cluster.rent("h100", 4).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 4).await;
     wait_until_charged_beyond(&cluster, rented.id, DateTime::UNIX_EPOCH).await;
     cluster.kill9_replica(0);
     let before = windows(&cluster.pool, rented.id).await;
@@ -320,8 +318,7 @@ async fn price_and_window_length_may_change_while_an_allocation_runs() {
         .request_until_final(reqwest::Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&doubled))
         .await
         .ok();
-    let second = cluster.rent("dear", 1).await;
-    second.expect_state("active").await;
+    let second = cluster.rent_active("dear", 1).await;
     for seconds in [3, 1, 2] {
         cluster.set_policy("billing.window_seconds", seconds).await;
         let (pool, of) = (cluster.pool.clone(), first.id);

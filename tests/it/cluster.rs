@@ -203,8 +203,7 @@ async fn every_replica_shows_owner_wait_reason_and_deadline_of_a_waiting_allocat
     assert!(seen[0].0.is_string() && seen.iter().all(|at| *at == seen[0]), "{seen:?}");
     cluster.resume_agent(&node);
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }
 

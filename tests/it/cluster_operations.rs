@@ -26,8 +26,7 @@ async fn overview_counts_entities_by_state_free_gpus_and_money() {
     cluster.node("h100").await;
     let is_free = |it: &Value| it["gpus"][0]["gpus_free"] == 8 && it["gpus"][0]["gpus_held"] == 0;
     cluster.admin.wait_until(OVERVIEW, "all GPUs are free", is_free).await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     for replica in [0, 1] {
         let admin = cluster.at_replica(replica, "admin");
         let seen = admin
@@ -41,8 +40,7 @@ async fn overview_counts_entities_by_state_free_gpus_and_money() {
         // A node without isolation of devices has one tenant at a time.
         assert_eq!((&of_nodes["gpus_total"], &of_nodes["gpus_free"]), (&json!(8), &json!(0)), "{seen}");
     }
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     let released = |it: &Value| it["entities_by_kind"]["allocation"] == json!({ "released": 1 });
     cluster.admin.wait_until(OVERVIEW, "the release is counted", released).await;
     cluster.shutdown().await;
@@ -106,10 +104,8 @@ async fn any_replica_shows_shards_and_queues_of_every_member_and_restarts_their_
     here.send_once(Method::POST, &restart_of(&nobody, "timers"), None).await.expect_error(404, "not_found");
 
     // The restarted workers work.
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    let allocation = cluster.rent_active("h100", 1).await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }

@@ -38,10 +38,8 @@ async fn pooler_in_session_mode_serves_with_the_time_outs_of_the_sessions() {
         .await;
     cluster.pool = database.pool.clone();
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    let allocation = cluster.rent_active("h100", 2).await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }

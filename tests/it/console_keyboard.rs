@@ -125,8 +125,7 @@ async fn operator_finds_and_repairs_a_fenced_node_by_the_keyboard_alone() {
     cluster.allow_error("simulated_failure");
     cluster.allow_error("node_fenced");
     let node = cluster.node_with("h100", &["--simulate-failure", "release"]).await;
-    let allocation = cluster.rent("h100", 4).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 4).await;
     allocation.release().await;
 
     let mut browser = Browser::start(&[]).await;

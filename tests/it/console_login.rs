@@ -61,8 +61,7 @@ async fn login_survives_the_replica_that_is_killed_during_its_refresh() {
 async fn end_of_a_login_closes_its_terminals_at_every_replica_and_no_other_logins() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let (ending, staying) = (cluster.log_in_to_console("user").await, cluster.log_in_to_console("user").await);
     let mut terminals = Vec::new();
     for (browser, replica) in [(&ending, 0), (&ending, 1), (&staying, 0), (&staying, 1)] {
@@ -89,8 +88,7 @@ async fn end_of_a_login_closes_its_terminals_at_every_replica_and_no_other_login
 async fn login_that_ended_elsewhere_is_refused_by_every_replica_with_its_sockets_and_terminals() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let (browser, other) = (cluster.log_in_to_console("user").await, cluster.log_in_to_console("user2").await);
     let offered = [PROTOCOL.to_owned()];
     let mut subscriber =

@@ -75,8 +75,7 @@ async fn fenced_node_and_stuck_release_are_found_and_repaired_within_ten_clicks(
         cluster.allow_error(error);
     }
     let failing = cluster.node_with("h100", &["--simulate-failure", "release"]).await;
-    let fencing = cluster.rent("h100", 4).await;
-    fencing.expect_state("active").await;
+    let fencing = cluster.rent_active("h100", 4).await;
     // The first node has a tenant, and cannot keep another one apart.
     let silent = cluster.node("h100").await;
     let stuck = cluster.rent("h100", 4).await;

@@ -60,8 +60,7 @@ async fn kill_after_step(
         let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 4 });
         let allocation = AllocationHandle::new(id_of(&user.post("/api/v1/allocations", &wanted).await.created()), user);
         allocation.expect_state("active").await;
-        allocation.release().await;
-        allocation.expect_state("released").await;
+        allocation.release_fully().await;
         allocation
     });
     let until = Instant::now() + WAIT_TIMEOUT;
@@ -110,8 +109,7 @@ async fn agent_crash_between_effect_and_result_completes_the_task_once() {
     allocation.expect_state("active").await;
     let started = journal_text(&cluster, &node).unwrap().matches("\"event\":\"started\"").count();
     assert!(started <= 1, "the effect was begun {started} times");
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }
@@ -130,8 +128,7 @@ async fn agent_crash_during_the_effect_restarts_the_effect() {
     cluster.kill9_agent(&node);
     cluster.restart_agent(&node);
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }
 
@@ -163,10 +160,8 @@ async fn single_replica_serves_without_nats() {
     let mut cluster = TestCluster::start().await;
     let node = cluster.node("h100").await;
     cluster.nats.kill9();
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    let allocation = cluster.rent_active("h100", 2).await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.nats.start_again().await.unwrap();
     cluster.shutdown().await;
@@ -189,8 +184,7 @@ async fn saga_completes_after_a_postgres_outage() {
     cluster.postgres.kill9().await;
     cluster.postgres.start_again().await;
     assert!(cluster.history_of(allocation.id).await.len() >= acknowledged, "nothing acknowledged is lost");
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }
@@ -225,8 +219,7 @@ async fn repeated_postgres_outages_under_load_park_no_entity() {
         cluster.postgres.kill9().await;
         tokio::time::sleep(Duration::from_millis(1500)).await;
         cluster.postgres.start_again().await;
-        allocation.release().await;
-        allocation.expect_state("released").await;
+        allocation.release_fully().await;
     }
     calm.store(true, Ordering::Relaxed);
     futures::future::join_all(storm).await;
@@ -239,8 +232,7 @@ async fn repeated_postgres_outages_under_load_park_no_entity() {
 async fn node_without_heartbeats_goes_offline_keeps_its_allocation_and_returns() {
     let mut cluster = TestCluster::builder().policy("node.offline_after_seconds", 10).start().await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 2).await;
     cluster.lose_agent(&node);
     node.expect_state("offline").await;
     let is_warned = |it: &serde_json::Value| {
@@ -257,8 +249,7 @@ async fn node_without_heartbeats_goes_offline_keeps_its_allocation_and_returns()
     node.expect_state("active").await;
     let is_well = |it: &serde_json::Value| it["health"].is_null();
     cluster.user.wait_until(&allocation.path(), "the machine is in contact again", is_well).await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }
 

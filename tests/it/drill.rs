@@ -136,8 +136,7 @@ impl Drill {
 
     async fn start_load(&mut self) -> DrillLoad {
         let cluster = &self.site.cluster;
-        let terminals = cluster.rent(SKU, 1).await;
-        terminals.expect_state("active").await;
+        let terminals = cluster.rent_active(SKU, 1).await;
         let clients = LoadClients {
             admin: cluster.admin.clone(),
             user: cluster.user.clone(),

@@ -258,8 +258,7 @@ async fn low_balance_is_mailed_once_although_the_server_rejected_the_first_attem
     cluster.admin.request_until_final(Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await.ok();
     cluster.node("dear").await;
     let account = cluster.credit("user", 50_040).await;
-    let rented = cluster.rent("dear", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("dear", 1).await;
 
     let low = until_received(&server, "Your balance is low").await;
     assert_eq!((low.to.as_str(), low.headers()["To"]), (ADDRESS, ADDRESS));

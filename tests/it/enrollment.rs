@@ -26,8 +26,7 @@ const SHORT_WAIT: &str = "tasks/wait?timeout_seconds=1";
 #[tokio::test(flavor = "multi_thread")]
 async fn token_enrolls_one_agent_of_its_node_once_and_before_it_expires() {
     let mut cluster = TestCluster::start().await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let _agent = FakeAgent::onboard(&bundle, GPUS).await;
     node.expect_state("active").await;
     let (replay, _) = EnrollmentAttempt::valid(&bundle, GPUS);
@@ -70,8 +69,7 @@ async fn token_enrolls_one_agent_of_its_node_once_and_before_it_expires() {
 #[tokio::test(flavor = "multi_thread")]
 async fn fifty_concurrent_enrollments_with_one_token_issue_one_certificate() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let enrolling = (0..50).map(|_| {
         let (enrollment, _) = EnrollmentAttempt::valid(&bundle, GPUS);
         async move { enrollment.enroll().await }
@@ -214,8 +212,7 @@ async fn expired_certificate_is_refused_on_live_and_resumed_connections() {
     /// Of a certificate: the requests before its end have to come in time on a busy machine.
     const LIFE: Duration = Duration::from_secs(40);
     let mut cluster = TestCluster::builder().policy("node.certificate_ttl_seconds", LIFE.as_secs()).start().await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
     let enrolled_at = Instant::now();
     let resuming = agent.client_without_pool();

@@ -132,8 +132,7 @@ async fn full_disk_of_postgres_refuses_changes_answers_reads_and_loses_nothing_a
     let mut cluster = TestCluster::builder().own_postgres().start().await;
     let disk = SmallDisk::under(&cluster.postgres).await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 2).await;
 
     disk.fill();
     let acknowledged = create_until_refused(&cluster).await;
@@ -151,8 +150,7 @@ async fn full_disk_of_postgres_refuses_changes_answers_reads_and_loses_nothing_a
     wait_for_postgres(&cluster).await;
     expect_all(&cluster, &[acknowledged, vec![id_of(&later).to_string()]].concat()).await;
 
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }

@@ -122,8 +122,7 @@ async fn faulty_gpu_is_reset_after_its_tenant_validated_and_free_again() {
     assert_eq!(driver.resets(), Vec::<String>::new());
 
     // The tenant leaves: the GPU is reset, and the driver reports no fault any more.
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     let done = |it: &Value| phase_of(it, &faulty) == "succeeded" && it["gpus_free"] == GPUS;
     let repaired = admin.wait_until(&node.path(), "the GPU is reset and free", done).await;
     assert!(!has_finding(&repaired, &faulty) && repaired["repair"].is_null(), "{repaired}");
@@ -133,8 +132,7 @@ async fn faulty_gpu_is_reset_after_its_tenant_validated_and_free_again() {
     assert_eq!(ended, ["node.gpu_reset", "node.validate"], "{tasks}");
     let repeated = cluster.rent_when_free(SKU, GPUS).await;
     repeated.expect_state("active").await;
-    repeated.release().await;
-    repeated.expect_state("released").await;
+    repeated.release_fully().await;
 
     // GPUs that cannot be reset alone: a reboot is next, which an agent without the right to it refuses, and then an operator.
     driver.machine = driver.left();
@@ -169,8 +167,7 @@ async fn administrator_resets_gpus_without_a_fault_once_no_tenant_can_use_them()
     }
     assert_eq!(driver.resets(), Vec::<String>::new());
 
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     for gpu in &uuids {
         let ordered = admin.post(&path(gpu), &why).await.created();
         assert_eq!(ordered["type"], "node.gpu_reset");

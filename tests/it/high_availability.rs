@@ -389,8 +389,7 @@ async fn nats_cluster_survives_the_end_of_its_leader_and_the_replacement_of_a_se
     let killed = nats.position(&leader).unwrap();
     nats.servers[killed].kill9();
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
 
     let alert = monitoring.alertmanager.expect("tickets", "GPUAASStreamCopiesMissing", true).await;
     assert_eq!(format!("runbooks/{}.md", alert.runbook), REPLICATION);
@@ -400,11 +399,9 @@ async fn nats_cluster_survives_the_end_of_its_leader_and_the_replacement_of_a_se
     wait_for_copies(&observer, 3).await.unwrap();
     let other = nats.position(&leader_of(&observer, "PROVISIONING").await.unwrap()).unwrap();
     assert_ne!(other, killed, "a server without the stream leads it");
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 2).await;
     nats.servers[other].kill9();
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     nats.servers[other].start().unwrap();
     wait_for_copies(&observer, 3).await.unwrap();
     node.expect_all_free().await;

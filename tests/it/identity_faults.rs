@@ -75,8 +75,7 @@ async fn enrollment_completes_after_a_crash_of_any_process() {
     let mut cluster = start_cluster().await;
     for victim in VICTIMS {
         let before = cluster.count_transitions("node", "enroll").await;
-        let node = cluster.register("h100").await;
-        let bundle = cluster.bundle(&node).await;
+        let (node, bundle) = cluster.registered("h100").await;
         cluster.start_agent(&node.name, &bundle);
         wait_for_commit(&cluster, "enroll", before).await;
         kill(&mut cluster, victim, &node).await;

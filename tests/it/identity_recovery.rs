@@ -18,8 +18,7 @@ async fn rent_and_release(cluster: &TestCluster, node: &NodeHandle) {
     let created = cluster.user.post("/api/v1/allocations", &wanted).await.created();
     let allocation = AllocationHandle::new(id_of(&created), cluster.user.clone());
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
 }
 
@@ -68,8 +67,7 @@ async fn agent_that_runs_beside_a_copy_of_its_state_is_found_and_its_node_gets_n
 async fn agent_with_an_expired_certificate_recovers_by_itself_and_keeps_its_tenant() {
     let mut cluster = TestCluster::builder().policy("node.certificate_ttl_seconds", SHORT).start().await;
     let (asleep, dead) = (cluster.node("h100").await, cluster.node("h100").await);
-    let allocation = cluster.rent("h100", 4).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 4).await;
     cluster.lose_agent(&asleep);
     cluster.kill9_agent(&dead);
     tokio::time::sleep(Duration::from_secs(SHORT.unsigned_abs() + 1)).await;
@@ -82,8 +80,7 @@ async fn agent_with_an_expired_certificate_recovers_by_itself_and_keeps_its_tena
         node.expect_state("active").await;
     }
     assert_eq!(allocation.get().await["state"], "active");
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     for node in [&asleep, &dead] {
         rent_and_release(&cluster, node).await;
     }
@@ -202,8 +199,7 @@ async fn invalid_recovery_changes_nothing_and_has_one_public_response() {
 #[tokio::test(flavor = "multi_thread")]
 async fn reissued_token_voids_the_old_one_and_a_removed_node_gets_none() {
     let mut cluster = TestCluster::start().await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
     let (attempt, _) = RecoveryAttempt::of(&agent);
     let (new, command) = cluster.reissue(&node, &json!({ "reason": "a test" })).await;
@@ -249,8 +245,7 @@ async fn token_is_reissued_in_every_state_but_draining_removing_and_removed() {
     reissue(&enrolling).await.ok();
     enrolling.expect_state("bootstrap-issued").await;
 
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
     for (order, state) in
         [(None, "active"), (Some("quarantine"), "quarantined"), (Some("release-quarantine"), "active")]

@@ -63,8 +63,7 @@ async fn run_scenario(kind: ProxyKind) {
 
 /// A fake agent that has enrolled without a certificate, then sent a heartbeat and a poll with one.
 async fn onboard_fake_agent(cluster: &mut TestCluster, ingress: &IngressProxy) -> FakeAgent {
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     assert_eq!(bundle.api_url, ingress.url());
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
     cluster.register_secret("a node's key", agent.key_pem.lines().nth(1).expect("PEM has lines"));
@@ -75,8 +74,7 @@ async fn rent_and_release(cluster: &mut TestCluster) {
     let node = cluster.node("h100").await;
     let rented = rent_on(cluster, &node).await;
     rented.expect_state("active").await;
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
 }
 
 async fn rent_on(cluster: &TestCluster, node: &NodeHandle) -> AllocationHandle {
@@ -106,8 +104,7 @@ async fn expect_recovery(cluster: &mut TestCluster, (node, expired_at): (NodeHan
     rented.expect_state("active").await;
     let log = cluster.agent_log(&node);
     assert!(log.contains("\"recovered\"") || log.contains("recovered"), "{log}");
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
 }
 
 async fn move_direct_node_behind_the_proxy(cluster: &mut TestCluster, ingress: &IngressProxy) {
@@ -125,8 +122,7 @@ async fn move_direct_node_behind_the_proxy(cluster: &mut TestCluster, ingress: &
     cluster.restart_agent(&node);
     let rented = rent_on(cluster, &node).await;
     rented.expect_state("active").await;
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     assert!(!cluster.agent_log(&node).contains("recovered"), "it keeps its identity");
 }
 

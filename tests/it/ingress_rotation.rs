@@ -40,8 +40,7 @@ async fn rent_and_release(cluster: &TestCluster, sku: &str) {
     // On a busy machine the agent may have been offline, until its next heartbeat.
     let allocation = cluster.rent_when_free(sku, GPUS).await;
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
 }
 
 async fn wait_for_log(cluster: &TestCluster, node: &NodeHandle, words: &str) {
@@ -124,8 +123,7 @@ async fn node_authority_rotates_behind_envoy_and_cut_off_nodes_recover() {
 async fn terminal_of_a_revoked_identity_is_closed_over_a_proxy_connection() {
     let (mut cluster, _ingress) = start_behind_proxy(ProxyKind::Haproxy).await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let (mut terminal, _) = cluster.terminal(allocation.id).await;
     terminal.enter("stty -echo; echo be''gun\n").await;
     terminal.expect_output("begun").await;
@@ -144,7 +142,6 @@ async fn terminal_of_a_revoked_identity_is_closed_over_a_proxy_connection() {
         std::fs::remove_file(cluster.agent_folder(&node).join(file)).unwrap();
     }
     cluster.install(&node, &bundle).await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }

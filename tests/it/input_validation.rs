@@ -17,10 +17,8 @@ async fn invalid_input_is_refused_in_the_error_envelope_and_changes_nothing() {
     node_api(&mut cluster).await;
     // Valid requests are served afterwards.
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    let allocation = cluster.rent_active("h100", 1).await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }
@@ -248,8 +246,7 @@ async fn identities(cluster: &TestCluster) {
 async fn node_api(cluster: &mut TestCluster) {
     use tests::cluster::client::send_request;
     use tests::cluster::fake_agent::{EnrollmentAttempt, anonymous};
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let http = anonymous(&bundle);
     let url = |path: &str| format!("{}{path}", cluster.node_url());
     for path in ["/", "/internal/v1/nothing", "/api/v1/allocations"] {

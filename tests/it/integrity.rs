@@ -117,8 +117,7 @@ async fn privileges_that_an_intruder_gains_quarantine_the_node_until_they_are_ta
     let Some(machine) = Machine::boot(&mut cluster).await else { return cluster.shutdown().await };
     let (container, node) = (&machine.container, &machine.node);
     let monitoring = Monitoring::start(&cluster).await;
-    let allocation = cluster.rent(SKU, 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active(SKU, 1).await;
     // The tenant's account, keys and files are no differences.
     tokio::time::sleep(Duration::from_secs(4)).await;
     machine.expect_findings(&cluster, &[]).await;
@@ -135,8 +134,7 @@ async fn privileges_that_an_intruder_gains_quarantine_the_node_until_they_are_ta
     assert_eq!(allocation.expect_state("active").await["state"], "active", "the tenant runs on");
 
     // The clean-up searches the file systems, and accepts nothing of what it finds.
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     let altered = machine.expect_findings(&cluster, &["authorized_keys", "setuid", "sudoers", "uid_zero"]).await;
     let named = altered["health"]["findings"].to_string();
     assert!(named.contains("/var/lib/.x") && named.contains("/etc/sudoers.d/zz") && named.contains("toor"), "{named}");

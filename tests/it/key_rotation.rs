@@ -42,8 +42,7 @@ async fn key_in_phase(cluster: &TestCluster, purpose: &str, phase: &str) -> Stri
 async fn rent_and_release(cluster: &TestCluster, sku: &str) {
     let allocation = cluster.rent_when_free(sku, GPUS).await;
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
 }
 
 /// The output of `gpuctl keys …` for an administrator. A step is confirmed on the command line.
@@ -278,8 +277,7 @@ async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_b
     for _ in 0..4 {
         rent_and_release(&cluster, "h100").await;
     }
-    let stored = cluster.rent("h100", 1).await;
-    stored.expect_state("active").await;
+    let stored = cluster.rent_active("h100", 1).await;
     let program = ServiceAccountClient::create(&mut cluster).await;
     let shown_before = program.token(&cluster, 0).await;
     cluster.register_secret("a service account's access token", &shown_before);
@@ -327,8 +325,7 @@ async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_b
         [StatusCode::OK; 2],
         "what signs service accounts' tokens is the same"
     );
-    stored.release().await;
-    stored.expect_state("released").await;
+    stored.release_fully().await;
     rent_and_release(&cluster, "h100").await;
 
     // A key in use may not be dropped, and another key under its name is detected: the start fails, with what to do.

@@ -37,8 +37,7 @@ impl CollectingMachine {
         let builder = TestCluster::builder().variable("SVC_LOG_STORE_URL", &store.url());
         let mut cluster = builder.variable("SVC_LOG_STORE_CA_PATH", &ca).start().await;
         cluster.offer_sku("h100", 1).await;
-        let node = cluster.register("h100").await;
-        let bundle = cluster.bundle(&node).await;
+        let (node, bundle) = cluster.registered("h100").await;
         machine.run("install -d -m 0755 /etc/gpuaas");
         machine.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
         for unit in [AGENT, COLLECTOR] {

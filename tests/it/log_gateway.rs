@@ -24,8 +24,7 @@ pub(crate) struct CollectingNode {
 
 impl CollectingNode {
     pub(crate) async fn enroll(cluster: &mut TestCluster) -> Self {
-        let node = cluster.register("h100").await;
-        let bundle = cluster.bundle(&node).await;
+        let (node, bundle) = cluster.registered("h100").await;
         let agent = FakeAgent::enroll(&bundle, 1).await;
         Self { node, agent, collector: anonymous(&bundle), url: format!("{}{PUSH}", cluster.node_url()) }
     }

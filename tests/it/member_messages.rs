@@ -24,8 +24,7 @@ const TAKEOVER: Duration = Duration::from_secs(20);
 async fn unauthenticated_message_on_nats_has_no_effect() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let bus = cluster.bus().await;
 
     // As a worker of the control plane, directly to the owner of the shard, and as an event with the same reaction.
@@ -244,7 +243,6 @@ async fn restarts_of(cluster: &TestCluster, worker: &str) -> Vec<u64> {
 }
 
 async fn release_and_shut_down(cluster: TestCluster, allocation: &AllocationHandle) {
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }

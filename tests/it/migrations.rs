@@ -240,14 +240,12 @@ async fn replica_runs_on_an_expanded_schema_and_starts_on_none_that_it_does_not_
     assert!(matches!(&failed, SchemaError::Failed { version: 9002, .. }), "{failed}");
     let half = "SELECT count(*) FROM information_schema.columns WHERE table_name = 'entity' AND column_name = 'half'";
     assert_eq!(sqlx::query_scalar::<_, i64>(half).fetch_one(&cluster.pool).await.unwrap(), 0);
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     cluster.replicas[0].stop().await;
     cluster.restart_replica(0).await;
     let later = "the schema was expanded by a later release";
     assert!(cluster.replica_lines(0).iter().any(|line| line.to_string().contains(later)));
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
 
     // It lives, and needs what the contract removes.
     let report = after_next.apply(&cluster.pool, MigrationScope::All, &mut |_| {}).await.unwrap();

@@ -35,8 +35,7 @@ async fn expect_reason(cluster: &TestCluster, node: &NodeHandle, state: &str, co
 async fn node_that_does_not_match_its_sku_shows_why_and_is_active_once_it_matches() {
     let mut cluster = TestCluster::start().await;
     cluster.offer_sku("h100", GPUS).await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     cluster.start_agent_on(&node.name, &bundle, |machine| machine.gpus.model = "A100".to_owned());
     expect_reason(&cluster, &node, "enrolling", "inventory_mismatch", "is a A100, the SKU promises H100").await;
     let path = format!("/api/v1/admin/runtime/entities/node/{}", node.id);
@@ -66,8 +65,7 @@ async fn node_that_does_not_match_its_sku_shows_why_and_is_active_once_it_matche
     cluster.reconfigure_agent(&node, |machine| machine.gpus.model = "H100".to_owned()).await;
     // The hold ends with its cause.
     node.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }
 
@@ -102,8 +100,7 @@ async fn draining_node_keeps_its_tenant_to_the_end_and_then_gets_nothing() {
         .await
         .expect_error(409, "insufficient_capacity");
     assert_eq!(allocation.get().await["state"], "active");
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     expect_reason(&cluster, &node, "retired", "drained", "the node is retired").await;
     // Its agent keeps running, and the node may be activated again.
     node.order("reactivate").await.accepted();
@@ -121,8 +118,7 @@ async fn draining_node_keeps_its_tenant_to_the_end_and_then_gets_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rebooted_machine_keeps_its_allocation() {
     let mut cluster = TestCluster::start().await;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let mut agent = FakeAgent::onboard(&bundle, GPUS).await;
     let allocation = rent(&cluster, &node).await;
     let task = agent.next_task().await;
@@ -157,8 +153,7 @@ async fn reboot_without_a_result_waits_for_an_operator_and_diagnostics_do_not() 
     let options = MonitoringOptions { hurried: &["node-onboarding.yaml"], ..MonitoringOptions::default() };
     let monitoring = Monitoring::start_with(&cluster, &options).await;
     let alerts = &monitoring.alertmanager;
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
     let tasks = format!("{}/tasks", node.path());
     let order = async |task_type: &str| {

@@ -60,8 +60,7 @@ async fn signed_messages_arrive_and_a_refused_one_is_resent_unchanged() {
 
     receiver.answers(&[500]);
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     let active = receiver.expect("provisioning.active", 2).await;
     let event = active[1].verified(&secret);
     assert_eq!(event["data"]["allocation_id"], rented.id.to_string());
@@ -89,8 +88,7 @@ async fn message_survives_a_crash_of_all_replicas_and_arrives_when_its_receiver_
     // The receiver fails at the first attempt.
     receiver.answers(&[503]);
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     receiver.expect("provisioning.active", 1).await;
     endpoint.until("the message waits", |it| it["waiting"] == 1).await;
     (0..2).for_each(|replica| cluster.kill9_replica(replica));
@@ -190,8 +188,7 @@ async fn unreadable_endpoint_delays_no_other_and_gets_its_messages_once_it_is_re
     let alter = "UPDATE entity SET body = jsonb_build_object('was', body::text)::json WHERE id = $1";
     assert_eq!(sqlx::query(alter).bind(altered).execute(&cluster.pool).await.unwrap().rows_affected(), 1);
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     for receiver in [&receivers[0], &receivers[2]] {
         receiver.expect("provisioning.active", 1).await;
     }

@@ -79,8 +79,7 @@ async fn one_trace_covers_the_request_the_agent_and_the_active_allocation() {
     assert!(!header("traceparent").contains(CALLER), "{headers:?}");
     assert_eq!((header("tracestate").as_str(), header("x-correlation-id").as_str()), ("vendor=1", "job-17"));
 
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.shutdown().await;
 }
 
@@ -143,8 +142,7 @@ async fn every_process_serves_metrics_health_and_stats_in_every_role() {
         .start()
         .await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 2).await;
     cluster.wait_for_balanced_shards().await;
     let http = reqwest::Client::new();
     let (mut figures, mut batches) = (Vec::new(), 0);
@@ -211,8 +209,7 @@ async fn every_process_serves_metrics_health_and_stats_in_every_role() {
     assert!(http.get(cluster.replicas[1].public_url()).send().await.unwrap_err().is_connect());
     eventually(&cluster, 1, |page| page.value("nats_consumer_lag", &[("stream", "PROVISIONING")]) == Some(0.0)).await;
 
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }
@@ -243,8 +240,7 @@ async fn add_one_of_each(cluster: &TestCluster) -> Vec<String> {
     let body = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "queue_seconds": 600 });
     let queued = cluster.user.post("/api/v1/allocations", &body).await.created();
     let queued = AllocationHandle::new(id_of(&queued), cluster.user.clone());
-    queued.release().await;
-    queued.expect_state("released").await;
+    queued.release_fully().await;
     vec![id_of(&node).to_string(), subject, id_of(&key).to_string(), queued.id.to_string()]
 }
 
@@ -286,17 +282,14 @@ async fn queued_and_failed_allocations_show_in_metrics_whose_number_does_not_gro
 
     let body = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 8, "queue_seconds": 600 });
     cluster.restart_agent_with_flags(&node, &[]).await;
-    let holder = cluster.rent("h100", 8).await;
-    holder.expect_state("active").await;
+    let holder = cluster.rent_active("h100", 8).await;
     let queued = cluster.user.post("/api/v1/allocations", &body).await.created();
     eventually(&cluster, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(1.0)).await;
     let queued = AllocationHandle::new(id_of(&queued), cluster.user.clone());
-    queued.release().await;
-    queued.expect_state("released").await;
+    queued.release_fully().await;
     eventually(&cluster, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(0.0)).await;
     expect_series_that_do_not_grow(&cluster).await;
-    holder.release().await;
-    holder.expect_state("released").await;
+    holder.release_fully().await;
     cluster.allow_error("simulated_failure");
     cluster.shutdown().await;
 }
@@ -305,8 +298,7 @@ async fn queued_and_failed_allocations_show_in_metrics_whose_number_does_not_gro
 async fn invariant_violation_is_counted_and_logged_as_an_error() {
     let mut cluster = TestCluster::start().await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 2).await;
     let violations =
         |id: &'static str| move |page: &Page| page.value("invariant_violations_total", &[("id", id)]) > Some(0.0);
 
@@ -351,8 +343,7 @@ async fn invariant_violation_is_counted_and_logged_as_an_error() {
     sqlx::query(revived).bind(id_of(&account)).bind(&with_key).execute(&cluster.pool).await.unwrap();
     eventually(&cluster, 0, violations("I6")).await;
 
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.allow_error("invariant_violated");
     cluster.shutdown().await;
 }

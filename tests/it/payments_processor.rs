@@ -208,11 +208,9 @@ async fn outage_or_hang_of_the_processor_delays_nothing_else_and_loses_nothing()
     let refund = request_refund(&cluster, &begun, 2_000).await;
     // Allocations work meanwhile, and are charged.
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     cluster.payments().processor.kill9();
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_state("active").await;
     eventually("the refund is debited", WAIT_TIMEOUT, async || {
         let payment = cluster.stored_payment(begun.id).await.unwrap();

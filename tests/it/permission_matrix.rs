@@ -132,8 +132,7 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
     let account_key = cluster.user.send_once(Method::POST, &account_key, None).await.created();
     // An active allocation, and a shell on it.
     cluster.node("swept-alive").await;
-    let alive = cluster.rent("swept-alive", 1).await;
-    alive.expect_state("active").await;
+    let alive = cluster.rent_active("swept-alive", 1).await;
     let terminal = cluster.issue_terminal_token(&cluster.user.clone(), alive.id, None).await;
     wait_for_recording(cluster, terminal.session).await;
     let browser_session = cluster.log_in_to_console("user").await.session_id().await;

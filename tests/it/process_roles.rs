@@ -44,8 +44,7 @@ async fn roles_in_processes_of_their_own_rent_and_bill_together_and_serve_metric
         })
     };
     cluster.user.wait_until("/api/v1/billing/ledger?limit=50", "three windows are charged", charged).await;
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     expect_exact(&cluster.user).await;
 
     let report = cluster.admin.get("/api/v1/admin/runtime/cluster").await.ok();
@@ -104,8 +103,7 @@ async fn terminal_gateway_in_a_process_of_its_own_alone_serves_terminals() {
     let builder = split(ProcessRole::TerminalGateway).variable_of(1, "SVC_PUBLIC_LISTEN", &at.to_string());
     let mut cluster = builder.start().await;
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     let ticket = cluster.issue_terminal_token(&cluster.user.clone(), rented.id, None).await;
     let request = TerminalRequest { token: Some(ticket.token.clone()), ..TerminalRequest::default() };
     let Err((status, _)) = cluster.gateway_at(0).connect(&request).await else {
@@ -119,8 +117,7 @@ async fn terminal_gateway_in_a_process_of_its_own_alone_serves_terminals() {
     assert_eq!(metric(&cluster, 1, "terminal_connections").await, 1);
     assert_eq!(metric(&cluster, 0, "terminal_connections").await, 0);
     terminal.enter("exit\n").await;
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     cluster.shutdown().await;
 }
 
@@ -163,16 +160,14 @@ async fn notification_relay_in_a_process_of_its_own_alone_notifies_subscribers_a
     let endpoints = "/api/v1/notification-endpoints";
     cluster.user.request_until_final(Method::POST, endpoints, Some(&body)).await.created();
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     let event = subscriber.expect_notification(ACTIVE).await;
     assert_eq!(event["data"]["allocation_id"], rented.id.to_string());
     receiver.expect(ACTIVE, 1).await;
 
     // Without that process nothing is sent, and with it what has waited is.
     cluster.kill9_replica(1);
-    rented.release().await;
-    rented.expect_state("released").await;
+    rented.release_fully().await;
     let meanwhile = subscriber.drain().await;
     assert!(meanwhile.iter().all(|event| event["type"] != RELEASED), "{meanwhile:?}");
     assert!(receiver.received().iter().all(|sent| !String::from_utf8_lossy(&sent.body).contains(RELEASED)));

@@ -32,8 +32,7 @@ async fn start_with_allocation(
 ) -> (TestCluster, NodeHandle, AllocationHandle) {
     let mut cluster = TestCluster::builder().replicas(replicas).policy(RATE, 1000).policy(MODE, mode).start().await;
     let node = cluster.node_with("h100", flags).await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     (cluster, node, allocation)
 }
 
@@ -372,8 +371,7 @@ async fn hostile_agent_can_only_append_the_next_chunk_of_its_own_open_recordings
     let mut cluster = TestCluster::builder().policy(RATE, 1000).policy(MAX_SESSION_MIB, 1).start().await;
     let mut agents = Vec::new();
     for _ in 0..2 {
-        let node = cluster.register("h100").await;
-        let bundle = cluster.bundle(&node).await;
+        let (node, bundle) = cluster.registered("h100").await;
         let agent = Arc::new(FakeAgent::onboard(&bundle, 8).await);
         agents.push((node, tokio::spawn(Arc::clone(&agent).serve()), agent));
     }

@@ -12,8 +12,7 @@ use uuid::Uuid;
 async fn start_with_recording() -> (TestCluster, AllocationHandle, Uuid) {
     let mut cluster = TestCluster::start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
     terminal.enter("PS1='ready> '; stty -echo; echo be''gun\n").await;
     terminal.expect_output("begun").await;

@@ -49,10 +49,8 @@ async fn cluster_with_resources() -> TestCluster {
     let mut cluster = builder.start().await;
     cluster.register_secret("the refresh token", refresh);
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
-    rented.release().await;
-    rented.expect_state("released").await;
+    let rented = cluster.rent_active("h100", 1).await;
+    rented.release_fully().await;
     cluster
 }
 

@@ -29,10 +29,8 @@ async fn submitted_secrets_are_stored_and_shown_nowhere() {
     send_in_enrollment(&mut cluster).await;
     send_in_service_accounts(&mut cluster).await;
     // The first rental, whose secrets are registered by the cluster.
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    let allocation = cluster.rent_active("h100", 2).await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }
@@ -155,8 +153,7 @@ async fn send_in_wrong_fields(cluster: &mut TestCluster) {
 }
 
 async fn send_in_enrollment(cluster: &mut TestCluster) {
-    let node = cluster.register("h100").await;
-    let bundle = cluster.bundle(&node).await;
+    let (node, bundle) = cluster.registered("h100").await;
     let http = anonymous(&bundle);
     let enroll = format!("{}/internal/v1/nodes/{}/enroll", cluster.node_url(), node.id);
     let (honest, key) = EnrollmentAttempt::valid(&bundle, 8);

@@ -203,8 +203,7 @@ async fn added_ssh_key_logs_in_and_a_removed_one_does_not() {
         rows.iter().all(|row| row["actor"] == format!("node:{}", door.node.id) && row["correlation_id"].is_string()),
         "{log}"
     );
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     assert!(old.run(door.port, &login, "true").unwrap_err().contains("Permission denied"));
     door.end(cluster).await;
 }
@@ -219,16 +218,14 @@ async fn end_of_one_of_two_allocations_on_a_node_keeps_the_ssh_keys_of_the_other
     door.expect_login(&ann, &first_user, true).await;
     door.expect_login(&bob, &second_user, true).await;
     assert!(ann.run(door.port, &format!("{second_user}@127.0.0.1"), "true").is_err(), "a key opens its own alone");
-    first.release().await;
-    first.expect_state("released").await;
+    first.release_fully().await;
     door.expect_login(&ann, &first_user, false).await;
     door.expect_login(&bob, &second_user, true).await;
     // They can still be changed.
     select_keys(&cluster, &second, &json!([])).await.ok();
     door.expect_login(&bob, &second_user, false).await;
     select_keys(&cluster, &first, &json!([])).await.expect_error(409, "state_conflict");
-    second.release().await;
-    second.expect_state("released").await;
+    second.release_fully().await;
     door.end(cluster).await;
 }
 
@@ -241,8 +238,7 @@ async fn ssh_key_changes_reach_a_node_that_was_offline_and_the_last_change_wins(
     for (n, key) in keys.iter().enumerate() {
         ids.push(register(&cluster, &format!("key {n}"), key).await);
     }
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let file = cluster.agent_folder(&node).join(format!("state/allocations/{}/authorized_keys", allocation.id));
     let without_comment = |n: usize| keys[n].rsplit_once(' ').unwrap().0.to_owned() + "\n";
     assert_eq!(std::fs::read_to_string(&file).unwrap(), without_comment(0));

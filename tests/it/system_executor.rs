@@ -208,8 +208,7 @@ async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
     while !machine.view().at(&own).join("x").exists() {
         std::thread::sleep(Duration::from_millis(50));
     }
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     assert!(!machine.view().at(&own).exists() && !machine.view().at("/tmp/x").exists());
     let (ended, ann, login) = open.join().unwrap();
     assert!(ended.is_err(), "{ended:?}");

@@ -121,8 +121,7 @@ async fn last_gpu_goes_to_one_of_two_users_and_the_other_sees_the_free_capacity(
         assert!(details["suggestion"].is_string() && details["allocation_id"].is_string(), "{refused}");
         allocation.expect_state("active").await;
         cluster.expect_every_gpu_held_once().await;
-        allocation.release().await;
-        allocation.expect_state("released").await;
+        allocation.release_fully().await;
         node.expect_all_free().await;
     }
     serving.abort();
@@ -152,8 +151,7 @@ async fn idempotency_key_rents_once_and_belongs_to_one_request() {
     assert_eq!(all["items"].as_array().map(Vec::len), Some(1), "{all}");
     let allocation = AllocationHandle::new(id_of(&first), cluster.user.clone());
     allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }

@@ -15,8 +15,7 @@ const SHORT: Duration = Duration::from_millis(200);
 async fn start_with_allocation(replicas: usize) -> (TestCluster, AllocationHandle) {
     let mut cluster = TestCluster::builder().replicas(replicas).policy(RATE, 1000).start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     (cluster, allocation)
 }
 
@@ -408,8 +407,7 @@ async fn release_and_administrator_close_terminals_at_once() {
 async fn expired_token_opens_nothing_and_its_session_is_closed() {
     let mut cluster = TestCluster::builder().policy("terminal.token_ttl_seconds", 5).start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let ticket = cluster.issue_terminal_token(&cluster.user.clone(), allocation.id, None).await;
     let closed = expect_session(&cluster, ticket.session, "closed").await;
     assert_eq!(closed["close_reason"], "never_attached", "{closed}");
@@ -421,8 +419,7 @@ async fn expired_token_opens_nothing_and_its_session_is_closed() {
 async fn session_ends_at_its_lifetime_while_its_agent_is_stopped() {
     let mut cluster = TestCluster::builder().policy("terminal.session_max_ttl_seconds", 60).start().await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
     wait_for_prompt(&mut terminal).await;
     terminal.enter("echo $$ > $HOME/shell; echo writ''ten\n").await;
@@ -481,8 +478,7 @@ async fn hostile_messages_close_their_own_connection_and_no_other() {
 async fn revocation_of_node_certificates_closes_its_terminals_at_once() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let mut terminals = Vec::new();
     for relayed in [false, true] {
         terminals.push(cluster.terminal_joined(allocation.id, relayed).await.0);
@@ -536,8 +532,7 @@ async fn reconnection_with_a_new_token_as_policy_demands_loses_nothing() {
     let mut cluster =
         TestCluster::builder().policy("terminal.reauthorize_after_seconds", REAUTHORIZED_AFTER).start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     let (mut terminal, session) = cluster.terminal(allocation.id).await;
     // All input at once: on a slow machine the connection may be closed before the answer to a first line.
     terminal.enter("PS1='ready> '; stty -echo; kept=yes; echo sa''id\n").await;

@@ -17,8 +17,7 @@ const SHORT: Duration = Duration::from_millis(200);
 
 async fn rent_allocation(cluster: &mut TestCluster) -> (tests::cluster::NodeHandle, AllocationHandle) {
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     (node, allocation)
 }
 

@@ -18,8 +18,7 @@ use tokio::net::TcpListener;
 async fn start_with_allocation() -> (TestCluster, AllocationHandle) {
     let mut cluster = TestCluster::start().await;
     cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     (cluster, allocation)
 }
 

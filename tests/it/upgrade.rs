@@ -115,14 +115,12 @@ async fn replica_killed_in_the_middle_of_an_upgrade_leaves_a_mixed_cluster_that_
     cluster.restart_replica(0).await;
     // The second one dies as a replica of the previous release, and does not come back for now.
     cluster.signal_replica(1, Signal::SIGKILL);
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 1).await;
     for index in [0, 2] {
         let seen = cluster.at_replica(index, "user").get(&allocation.path()).await.ok();
         assert_eq!(seen["state"], Value::from("active"), "replica {index}");
     }
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     cluster.replicas[1].kill9();
     cluster.replicas[1].set_executable(this.join("gpuaas"));
     cluster.restart_replica(1).await;

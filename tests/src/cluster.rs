@@ -262,6 +262,13 @@ impl TestCluster {
         self.bundle_for(node, &json!({})).await
     }
 
+    /// A registered node with its bundle.
+    pub async fn registered(&mut self, sku: &str) -> (NodeHandle, BootstrapBundle) {
+        let node = self.register(sku).await;
+        let bundle = self.bundle(&node).await;
+        (node, bundle)
+    }
+
     pub async fn bundle_for(&mut self, node: &NodeHandle, body: &Value) -> BootstrapBundle {
         let path = format!("/api/v1/admin/nodes/{}/enrollment-token", node.id);
         let issued = self.admin.post(&path, body).await.created();
@@ -311,6 +318,13 @@ impl TestCluster {
     /// Rents `gpus` of the SKU as `user`.
     pub async fn rent(&self, sku: &str, gpus: u32) -> AllocationHandle {
         self.allocate(json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus })).await
+    }
+
+    /// As [`TestCluster::rent`], and waits until the allocation is active.
+    pub async fn rent_active(&self, sku: &str, gpus: u32) -> AllocationHandle {
+        let allocation = self.rent(sku, gpus).await;
+        allocation.expect_state("active").await;
+        allocation
     }
 
     /// As [`TestCluster::rent`], queued until a node is free. On a busy machine one may be offline until its next heartbeat.

@@ -1,4 +1,7 @@
 mod encoding;
+#[path = "../../../tests/test-host/src/node_fixture.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
+mod node_fixture;
 
 use super::*;
 use crate::entity_host::HostConfig;
@@ -421,22 +424,8 @@ async fn revision_of_a_version_is_refused_by_a_member_of_the_release_before_and_
         let asked = CommandContext::new(&permit, "c", pair.environment.now() + SECOND);
         pair.here.ask::<Sku>(&permit, ALLOCATION, command, asked).await
     };
-    let spec = sku::SkuSpec {
-        name: "h100".into(),
-        gpu_vendor: "nvidia".into(),
-        gpu_model: "H100".into(),
-        gpu_memory_mib: 80_000,
-        gpu_count: 4,
-        cpu_model: "x".into(),
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        interconnect: None,
-        allowed_regions: vec!["eu".into()],
-        expected_hardware: None,
-    };
     let (price, validation) = (Price::new("EUR", 100).unwrap(), domain::validation::ValidationMinimums::default());
-    ask(sku::Command::Create { spec: Box::new(spec), price, validation }).await.unwrap();
+    ask(sku::Command::Create { spec: Box::new(node_fixture::sku_spec()), price, validation }).await.unwrap();
     let dearer = |if_version| sku::Command::Revise {
         price: Some(Price::new("EUR", 200).unwrap()),
         allowed_regions: None,

@@ -140,8 +140,7 @@ async fn every_query_returns_data_after_a_rental() {
     let mut cluster = TestCluster::builder().replicas(2).policy("billing.window_seconds", 1).start().await;
     let monitoring = Monitoring::start(&cluster).await;
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 2).await;
-    allocation.expect_state("active").await;
+    let allocation = cluster.rent_active("h100", 2).await;
     // The simulated GPUs of the tests' agents measure nothing: a node by hand reports a load.
     let other = cluster.register("h100").await;
     let agent = FakeAgent::onboard(&cluster.bundle(&other).await, GPUS).await;
@@ -187,8 +186,7 @@ async fn every_query_returns_data_after_a_rental() {
     let failed = monitoring.query("sum(http_requests_total{service=\"api\",status_class=\"5xx\"}) > 0").await;
     firing.retain(|name| failed.is_empty() || !name.starts_with("GPUAASApiBudgetBurns"));
     assert_eq!(firing, ["GPUAASWatchdog"], "nothing fires in a healthy cluster");
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
 }

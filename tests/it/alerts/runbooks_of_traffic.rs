@@ -31,8 +31,7 @@ async fn alerts_of_terminals_and_notifications_are_resolved_by_their_runbooks() 
         .start()
         .await;
     cluster.node("h100").await;
-    let rented = cluster.rent("h100", 1).await;
-    rented.expect_state("active").await;
+    let rented = cluster.rent_active("h100", 1).await;
     let options = MonitoringOptions { hurried: &HURRIED, ..MonitoringOptions::default() };
     let monitoring = Monitoring::start_with(&cluster, &options).await;
     let alerts = &monitoring.alertmanager;

@@ -85,10 +85,8 @@ async fn page_about_kubernetes_ends_word_by_word_with_a_rented_node() {
 
     // An agent outside enrolls with it, and its node is rented.
     let node = cluster.node("h100").await;
-    let allocation = cluster.rent("h100", 1).await;
-    allocation.expect_state("active").await;
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    let allocation = cluster.rent_active("h100", 1).await;
+    allocation.release_fully().await;
     node.expect_state("active").await;
 
     let printed = operator.follow("End the trial").await;

@@ -82,8 +82,7 @@ async fn reinstalled_machine_has_no_byte_of_its_tenant_and_the_old_disk_is_refus
     let allocation = AllocationHandle::new(id_of(&rented), cluster.user.clone());
     allocation.expect_state("active").await;
     first.run(&format!("install -d /opt/left; echo {BYTES} > /opt/left/model"));
-    allocation.release().await;
-    allocation.expect_state("released").await;
+    allocation.release_fully().await;
     assert_eq!(node.expect_state("quarantined").await["gpus_free"], 0);
     assert_eq!(files_with_the_bytes(&first).trim(), "/opt/left/model", "the clean-up does not find it");
 

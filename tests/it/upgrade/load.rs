@@ -70,8 +70,7 @@ impl Load {
     /// Starts the load: a terminal on a node of this SKU, and rentals.
     pub(super) async fn start(cluster: &mut TestCluster, sku: &str) -> Self {
         let counters = Arc::new(Counters::default());
-        let shown = cluster.rent(sku, 1).await;
-        shown.expect_state("active").await;
+        let shown = cluster.rent_active(sku, 1).await;
         let (terminal, session) = cluster.terminal(shown.id).await;
         let terminal = TerminalUser {
             user: cluster.user.clone(),

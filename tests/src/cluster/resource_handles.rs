@@ -96,4 +96,10 @@ impl AllocationHandle {
         let answer = self.by.post(&format!("{}/release", self.path()), &json!({})).await;
         assert_eq!(answer.status.as_u16(), 202, "{answer}");
     }
+
+    /// Requests its release, and waits until it is released.
+    pub async fn release_fully(&self) {
+        self.release().await;
+        self.expect_state("released").await;
+    }
 }

@@ -1,12 +1,32 @@
-//! A node as it is registered, and its hardware as its agent reports it. The tests of `domain` have this file as a module.
+//! A SKU, a node as it is registered, and its hardware as its agent reports it. The tests of `domain` and of `actors` have this file as a module.
 
 use domain::hardware::{GpuLocality, PromisedHardware};
 use domain::metadata::Metadata;
 use domain::node::{Node, OnboardingMode, Registration, ReportedGpu, ReportedInventory, Request};
 use domain::policy::PolicyBook;
+use domain::sku::SkuSpec;
 use domain::state_machine::TraceContext;
 use domain::{Machine as _, NodeId, Principal, SkuId, Timestamp, TransitionContext};
 use std::fmt::Display;
+
+/// Nodes with four H100s of 80,000 MiB.
+#[must_use]
+pub fn sku_spec() -> SkuSpec {
+    SkuSpec {
+        name: "h100x4".into(),
+        gpu_vendor: "nvidia".into(),
+        gpu_model: "H100".into(),
+        gpu_memory_mib: 80_000,
+        gpu_count: 4,
+        cpu_model: "x".into(),
+        cpu_cores: 64,
+        memory_mib: 512_000,
+        storage_gib: 4_000,
+        interconnect: None,
+        allowed_regions: vec!["eu".into()],
+        expected_hardware: None,
+    }
+}
 
 /// The registration of a node in the region `eu` with so many H100s of 80,000 MiB.
 #[must_use]

@@ -79,6 +79,13 @@ impl Machine {
     }
 }
 
+/// A machine, and a checker with its baseline.
+fn recorded() -> (Machine, PrivilegeChecker) {
+    let machine = Machine::new();
+    let checker = machine.recorded();
+    (machine, checker)
+}
+
 fn listener(address: &str, uid: u32) -> String {
     format!("   0: {address} 00000000:0000 0A 00000000:00000000 00:00000000 00000000 {uid:>5}        0 1 1 0 100\n")
 }
@@ -134,8 +141,7 @@ fn each_gained_privilege_is_a_finding_of_its_own_and_ends_when_it_is_taken_away(
 
 #[test]
 fn clean_up_does_not_accept_what_a_tenant_has_gained() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.write("var/lib/.x", "sh", 0o4755);
     assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
     checker.renew();
@@ -145,8 +151,7 @@ fn clean_up_does_not_accept_what_a_tenant_has_gained() {
 
 #[test]
 fn clean_up_forgets_what_is_gone() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.remove("usr/bin/su");
     assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new(), "what is gone gives no rights");
     checker.renew();
@@ -156,8 +161,7 @@ fn clean_up_forgets_what_is_gone() {
 
 #[test]
 fn operator_accepts_exactly_the_differences_that_were_reported() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.write("var/lib/.x", "sh", 0o4755);
     assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
     let seen = checker.conditions()[0].state.clone().unwrap();
@@ -209,8 +213,7 @@ fn damaged_baseline_is_a_finding_until_an_operator_accepts_the_machine() {
 
 #[test]
 fn difference_that_lasts_for_less_than_a_moment_is_none() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n");
     let folder = machine.folder.path().join("root/etc/passwd");
     checker.between_looks = Some(Box::new(move || fs::write(folder, "root:x:0:0::/root:/bin/sh\n").unwrap()));
@@ -220,8 +223,7 @@ fn difference_that_lasts_for_less_than_a_moment_is_none() {
 
 #[test]
 fn unreadable_part_is_shown_and_ends_no_finding() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n");
     assert_eq!(found(&mut checker, Depth::Quick), ["uid_zero"]);
     let passwd: &Path = &machine.folder.path().join("root/etc/passwd");
@@ -234,8 +236,7 @@ fn unreadable_part_is_shown_and_ends_no_finding() {
 
 #[test]
 fn ended_comparison_changes_nothing() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.write("var/lib/.x", "sh", 0o4755);
     assert!(!checker.check(Depth::Full, || false));
     assert!(checker.conditions().iter().all(|condition| condition.key.code != "setuid"));
@@ -243,8 +244,7 @@ fn ended_comparison_changes_nothing() {
 
 #[test]
 fn state_that_changes_from_look_to_look_is_a_difference_and_no_clean_up_accepts_it() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     let file = machine.folder.path().join("root/etc/sudoers.d/x");
     machine.write("etc/sudoers.d/x", "eve ALL=(ALL) NOPASSWD: ALL # 0\n", 0o440);
     let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
@@ -285,8 +285,7 @@ fn kind_that_was_not_observed_whole_is_recorded_later_and_not_compared_before() 
 
 #[test]
 fn recorded_tenant_is_no_difference_and_what_it_is_given_by_others_is() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.rent();
     machine.append("proc/net/tcp", &listener("00000000:1F90", 70_001));
     assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
@@ -347,8 +346,7 @@ fn unknown_kind_of_a_later_release_stays_until_the_next_clean_up_and_the_others_
 
 #[test]
 fn difference_that_moves_between_two_looks_is_no_finding_yet_and_no_clean_up_accepts_it() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     let folder = machine.folder.path().join("root/etc/sudoers.d");
     machine.write("etc/sudoers.d/a", "eve ALL=(ALL) NOPASSWD: ALL\n", 0o440);
     checker.between_looks = Some(Box::new(move || fs::rename(folder.join("a"), folder.join("b")).unwrap()));
@@ -374,8 +372,7 @@ fn kind_that_is_recorded_later_takes_nothing_of_the_others_over() {
 
 #[test]
 fn accepted_difference_that_cannot_be_stored_stays_a_finding() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.write("var/lib/.x", "sh", 0o4755);
     assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
     let state = checker.conditions()[0].state.clone().unwrap();
@@ -393,8 +390,7 @@ fn accepted_difference_that_cannot_be_stored_stays_a_finding() {
 
 #[test]
 fn searched_file_that_cannot_be_opened_ends_no_finding_before_the_next_search() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.write("var/lib/.x", "sh", 0o4755);
     assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
     machine.remove("var/lib/.x");
@@ -406,8 +402,7 @@ fn searched_file_that_cannot_be_opened_ends_no_finding_before_the_next_search() 
 
 #[test]
 fn file_that_changes_after_the_report_is_not_accepted_with_it() {
-    let machine = Machine::new();
-    let mut checker = machine.recorded();
+    let (machine, mut checker) = recorded();
     machine.write("etc/sudoers.d/x", "ops ALL=(ALL) /usr/bin/systemctl\n", 0o440);
     assert_eq!(found(&mut checker, Depth::Quick), ["sudoers"]);
     let reported = checker.conditions()[0].state.clone().unwrap();

@@ -17,8 +17,7 @@ async fn report(api: &ApiHarness, node: NodeId, task: &serde_json::Value, verdic
 
 #[tokio::test]
 async fn update_is_ordered_with_the_published_digest_and_shown_with_its_outcome() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let node = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{node}");
     let order =

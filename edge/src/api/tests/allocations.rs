@@ -24,10 +24,7 @@ fn id_of(answer: &TestResponse) -> Uuid {
 
 #[tokio::test]
 async fn allocation_is_created_followed_and_released() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     api.post("/api/v1/ssh-keys")
         .user("ann")
         .json(&json!({"name": "laptop", "public_key": ANNS_KEY}))
@@ -106,10 +103,7 @@ fn events_of(stream: &[u8]) -> Vec<String> {
 
 #[tokio::test]
 async fn allocation_whose_history_was_removed_explains_itself_and_streams_what_is_retained() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let id = id_of(&rent(&api, "k1", &allocation_body()).await);
     let (path, report) =
         (format!("/api/v1/allocations/{id}"), format!("/api/v1/admin/runtime/entities/allocation/{id}"));
@@ -156,8 +150,7 @@ async fn allocation_whose_history_was_removed_explains_itself_and_streams_what_i
 
 #[tokio::test]
 async fn failed_placement_is_answered_with_a_reason_and_replayed() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.set_placement(PlacementOutcome::NoCapacity);
     for replayed in [false, true] {
         let full = rent(&api, "full", &allocation_body()).await;
@@ -179,8 +172,7 @@ async fn failed_placement_is_answered_with_a_reason_and_replayed() {
 
 #[tokio::test]
 async fn queued_or_slow_allocation_is_answered_as_requested() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.set_placement(PlacementOutcome::NoCapacity);
     let queued = rent(&api, "queued", &json!({"sku": "h100x4", "gpu_count": 1, "queue_seconds": 60})).await;
     assert_eq!(queued.is(201)["state"], "requested");
@@ -199,8 +191,7 @@ async fn queued_or_slow_allocation_is_answered_as_requested() {
 
 #[tokio::test]
 async fn invalid_allocation_is_refused_before_anything_is_created() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let mut lines = Vec::new();
     // An idempotency key belongs to one request, refused or not.
     let mut refuse = async |body: Value| {
@@ -242,10 +233,7 @@ async fn invalid_allocation_is_refused_before_anything_is_created() {
 
 #[tokio::test]
 async fn failed_release_is_resolved_by_an_administrator() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let made = rent(&api, "k", &allocation_body()).await;
     made.is(201);
     let id = id_of(&made);
@@ -270,8 +258,7 @@ async fn failed_release_is_resolved_by_an_administrator() {
 
 #[tokio::test]
 async fn gpu_alert_is_shown_to_the_tenant_of_the_gpu() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let node = api.enrolled_node("h100x4", 4, "m").await;
     api.poll(node).await;
     api.set_placement(PlacementOutcome::On(node));
@@ -297,8 +284,7 @@ async fn gpu_alert_is_shown_to_the_tenant_of_the_gpu() {
 
 #[tokio::test]
 async fn further_devices_of_a_node_are_shown_with_it_and_to_the_tenant_of_an_active_allocation() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let node = api.enrolled_node("h100x4", 4, "m").await;
     api.poll(node).await;
     let shown = api.get(&format!("/api/v1/admin/nodes/{node}")).admin().send().await;
@@ -315,8 +301,7 @@ async fn further_devices_of_a_node_are_shown_with_it_and_to_the_tenant_of_an_act
 
 #[tokio::test]
 async fn allocation_on_a_silent_machine_says_so_until_the_next_contact() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let node = api.enrolled_node("h100x4", 4, "m").await;
     api.poll(node).await;
     api.set_placement(PlacementOutcome::On(node));
@@ -346,10 +331,7 @@ async fn allocation_on_a_silent_machine_says_so_until_the_next_contact() {
 
 #[tokio::test]
 async fn allocation_on_a_draining_machine_says_so() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let id = id_of(&rent(&api, "rented", &allocation_body()).await);
     api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     let reserve = node::Instruction::Reserve {
@@ -373,10 +355,7 @@ async fn allocation_on_a_draining_machine_says_so() {
 
 #[tokio::test]
 async fn allocation_whose_column_of_owners_was_altered_is_in_no_other_users_list() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let id = id_of(&rent(&api, "k1", &allocation_body()).await);
     let listed =
         async |user: &'static str| api.get("/api/v1/allocations").user(user).send().await.is(200)["items"].clone();
@@ -387,10 +366,7 @@ async fn allocation_whose_column_of_owners_was_altered_is_in_no_other_users_list
 
 #[tokio::test]
 async fn allocation_on_a_node_that_cannot_be_read_is_listed() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let id = id_of(&rent(&api, "k1", &allocation_body()).await);
     api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     api.make_nodes_unreadable().await;

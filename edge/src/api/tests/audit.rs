@@ -116,8 +116,7 @@ async fn idempotency_key_outcomes_are_counted() {
     COUNTERS.register(&registry).unwrap();
     let names = ["persisted_body_json", "skipped_body_empty", "skipped_body_non_json", "replays_served"];
     let figures = || names.map(|name| counter(&registry, &format!("api_idempotency_{name}_total")));
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let before = figures();
     let create = || api.post("/api/v1/admin/skus").admin().key("k").json(&sku_body("b200", 8));
     create().send().await.is(201);

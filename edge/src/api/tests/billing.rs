@@ -122,8 +122,7 @@ async fn invalid_amount_is_refused_by_field_name() {
 
 #[tokio::test]
 async fn running_allocation_shows_its_cost_and_account_how_long_it_lasts() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let account = opened(&api).await;
     adjust(&api, account, "k", json!(3_600)).await.is(201);
     let estimate = api.get("/api/v1/billing/estimate?sku=h100x4&gpu_count=4&seconds=5400").user("ann").send().await;
@@ -168,8 +167,7 @@ async fn running_allocation_shows_its_cost_and_account_how_long_it_lasts() {
 
 #[tokio::test]
 async fn uncovered_allocation_is_refused_with_the_missing_amount() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.set_placement(super::harness::PlacementOutcome::Unaffordable);
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
     let refused = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;

@@ -19,6 +19,13 @@ pub(super) async fn provider() -> IdentityProvider {
     provider
 }
 
+/// Such a provider, and a harness with it.
+pub(super) async fn with_console() -> (IdentityProvider, ApiHarness) {
+    let provider = provider().await;
+    let api = ApiHarness::with_console(&provider).await;
+    (provider, api)
+}
+
 /// A browser with its cookies.
 pub(super) struct Browser<'a> {
     pub(super) api: &'a ApiHarness,
@@ -113,8 +120,7 @@ async fn sessions(api: &ApiHarness, provider: &IdentityProvider) -> Vec<Value> {
 
 /// A login with these mistakes of the provider is refused, and opens no session.
 pub(super) async fn expect_no_login(faults: LoginFaults) {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     provider.set_login_faults(faults);
     let mut browser = Browser::new(&api, &provider);
     let refused = browser.log_in("user").await;
@@ -129,8 +135,7 @@ fn id_token_with(claim: &str, value: &str) -> LoginFaults {
 
 #[tokio::test]
 async fn login_gives_the_browser_one_strict_cookie_and_no_token() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/nodes?state=active").await;
     let asked: BTreeMap<_, _> = at.query_pairs().into_owned().collect();
@@ -162,8 +167,7 @@ async fn login_gives_the_browser_one_strict_cookie_and_no_token() {
 
 #[tokio::test]
 async fn callback_replayed_opens_no_second_session() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     provider.set_login_faults(LoginFaults { codes_are_reusable: true, ..LoginFaults::default() });
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;
@@ -183,8 +187,7 @@ async fn callback_replayed_opens_no_second_session() {
 
 #[tokio::test]
 async fn callback_of_another_state_is_refused() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;
     let back = browser.authenticate(&at, "user").await;
@@ -220,8 +223,7 @@ async fn id_token_of_another_user_than_the_access_token_is_refused() {
 
 #[tokio::test]
 async fn response_of_another_issuer_is_refused() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;
     let back = browser.authenticate(&at, "user").await;
@@ -235,8 +237,7 @@ async fn response_of_another_issuer_is_refused() {
 
 #[tokio::test]
 async fn login_redirects_to_no_other_site() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     for return_to in ["https://evil.example/", "//evil.example/console/", "/\\evil.example/console/", "/api/v1/me"] {
         let mut browser = Browser::new(&api, &provider);
         let at = browser.begin(return_to).await;
@@ -247,8 +248,7 @@ async fn login_redirects_to_no_other_site() {
 
 #[tokio::test]
 async fn refused_login_is_a_page_for_a_browser_and_an_envelope_for_a_program() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let path = "/console/callback?error=access_denied&state=x";
     let program = api.get(path).send().await;
     assert_eq!((program.status, &program.body["code"]), (400, &json!("invalid_request")));
@@ -264,8 +264,7 @@ async fn refused_login_is_a_page_for_a_browser_and_an_envelope_for_a_program() {
 
 #[tokio::test]
 async fn providers_refusal_at_the_callback_is_logged_with_its_description_and_the_setting() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let (log, _guard) = test_host::CapturedLog::start();
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;

@@ -1,6 +1,6 @@
 //! The end of a login to the web console: by its user, by administrators, and by the identity provider.
 
-use super::console_login::{Browser, SESSION, location, provider};
+use super::console_login::{Browser, SESSION, location, provider, with_console};
 use super::harness::{ApiHarness, TestResponse};
 use axum::http::Method;
 use domain::browser_session::{BrowserSession, Instruction, Maintenance};
@@ -20,8 +20,7 @@ fn expect_ended(answer: &TestResponse, reason: &str) {
 
 #[tokio::test]
 async fn stolen_cookie_is_refused_after_the_logout() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = Browser::logged_in(&api, &provider, "user").await;
     let thief = Browser { cookies: browser.cookies.clone(), ..Browser::new(&api, &provider) };
     thief.get("/api/v1/me").send().await.is(200);
@@ -45,8 +44,7 @@ async fn navigate(browser: &mut Browser<'_>, path: &str) -> TestResponse {
 
 #[tokio::test]
 async fn logout_takes_the_id_token_to_the_provider_past_every_script() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::logged_in(&api, &provider, "user").await;
     let answer = browser.post("/console/logout").send().await;
     let readable = format!("{}", answer.is(200));
@@ -89,8 +87,7 @@ async fn logout_takes_the_id_token_to_the_provider_past_every_script() {
 
 #[tokio::test]
 async fn logout_that_was_not_begun_or_is_a_minute_old_leads_to_the_console() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::logged_in(&api, &provider, "user").await;
     assert_eq!(location(&navigate(&mut browser, "/console/logout").await), "/console/");
     browser.get("/api/v1/me").send().await.is(200);
@@ -105,8 +102,7 @@ async fn logout_that_was_not_begun_or_is_a_minute_old_leads_to_the_console() {
 
 #[tokio::test]
 async fn user_ends_another_login_of_theirs_and_an_administrator_anyones() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let first = Browser::logged_in(&api, &provider, "user").await;
     let second = Browser::logged_in(&api, &provider, "user").await;
     let other = Browser::logged_in(&api, &provider, "user2").await;
@@ -133,8 +129,7 @@ async fn user_ends_another_login_of_theirs_and_an_administrator_anyones() {
 
 #[tokio::test]
 async fn login_above_the_limit_ends_the_oldest() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     api.set_policy(domain::policy::PolicyKey::AuthBrowserSessionsPerUser, 1);
     let first = Browser::logged_in(&api, &provider, "user").await;
     let second = Browser::logged_in(&api, &provider, "user").await;
@@ -163,8 +158,7 @@ async fn send_logout(api: &ApiHarness, token: &str) -> TestResponse {
 
 /// A logout token with these changes is refused and ends no login; one without them ends it.
 async fn expect_no_logout(changes: Value) {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = Browser::logged_in(&api, &provider, "user").await;
     let refused = send_logout(&api, &logout_token(&provider, &changes)).await;
     assert_eq!((refused.status, &refused.body["code"]), (400, &json!("invalid_request")), "{}", refused.body);
@@ -205,8 +199,7 @@ async fn logout_token_for_another_client_ends_nothing() {
 
 #[tokio::test]
 async fn logout_token_ends_one_login_or_all_of_a_user() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let (first, second) =
         (Browser::logged_in(&api, &provider, "user").await, Browser::logged_in(&api, &provider, "user").await);
     let other = Browser::logged_in(&api, &provider, "user2").await;
@@ -220,8 +213,7 @@ async fn logout_token_ends_one_login_or_all_of_a_user() {
 
 #[tokio::test]
 async fn replayed_logout_token_is_refused_and_ends_no_later_login() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let first = Browser::logged_in(&api, &provider, "user").await;
     let token = logout_token(&provider, &json!({}));
     send_logout(&api, &token).await.is(200);
@@ -239,8 +231,7 @@ async fn session_id(browser: &Browser<'_>) -> Uuid {
 
 #[tokio::test]
 async fn logout_token_that_has_ended_some_logins_ends_the_others_when_it_is_sent_again() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let (first, second) =
         (Browser::logged_in(&api, &provider, "user").await, Browser::logged_in(&api, &provider, "user").await);
     let token = logout_token(&provider, &json!({"iat": chrono::Utc::now().timestamp() + 2}));
@@ -257,8 +248,7 @@ async fn logout_token_that_has_ended_some_logins_ends_the_others_when_it_is_sent
 
 #[tokio::test]
 async fn login_that_cannot_be_read_keeps_no_other_from_being_ended() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let (first, second) =
         (Browser::logged_in(&api, &provider, "user").await, Browser::logged_in(&api, &provider, "user").await);
     api.make_oldest_session_unreadable().await;
@@ -270,8 +260,7 @@ async fn login_that_cannot_be_read_keeps_no_other_from_being_ended() {
 
 #[tokio::test]
 async fn login_whose_tokens_cannot_be_opened_can_be_left() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::logged_in(&api, &provider, "user").await;
     let id = session_id(&browser).await;
     let stored = crate::app_state::read_model::find::<BrowserSession>(&api.app, id).await.unwrap().unwrap().it;

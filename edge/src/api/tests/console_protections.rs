@@ -1,7 +1,7 @@
 //! Protections of the login to the web console against browsers that send what is not theirs, and against a provider that issues other tokens.
 
-use super::console_login::{Browser, SESSION, expect_no_login, location, provider};
-use super::harness::{ApiHarness, TestRequest};
+use super::console_login::{Browser, SESSION, expect_no_login, location, with_console};
+use super::harness::TestRequest;
 use crate::auth::browser_session::{SessionFault, presented};
 use axum::http::{HeaderMap, HeaderValue, Method, header};
 use chrono::Utc;
@@ -20,8 +20,7 @@ fn access_token_with(claim: &str, value: &str) -> LoginFaults {
 
 #[tokio::test]
 async fn cookie_of_another_secret_opens_no_session() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let victim = Browser::logged_in(&api, &provider, "user").await;
     let thief = Browser::logged_in(&api, &provider, "user2").await;
     let secret = thief.cookies[SESSION].rsplit_once('.').unwrap().0.to_owned();
@@ -35,8 +34,7 @@ async fn cookie_of_another_secret_opens_no_session() {
 
 #[tokio::test]
 async fn each_login_has_secrets_of_its_own_in_a_cookie_that_no_script_reads() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut seen = BTreeSet::new();
     for _ in 0..2 {
         let begun = api.get("/console/login").send().await;
@@ -60,8 +58,7 @@ async fn each_login_has_secrets_of_its_own_in_a_cookie_that_no_script_reads() {
 
 #[tokio::test]
 async fn login_does_not_go_on_in_a_session_that_was_planted() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let attacker = Browser::logged_in(&api, &provider, "user2").await;
     let mut victim = Browser { cookies: attacker.cookies.clone(), ..Browser::new(&api, &provider) };
     let done = victim.log_in("user").await;
@@ -80,8 +77,7 @@ async fn access_token_for_another_audience_is_no_login() {
 
 /// A login whose refresh brings an access token with these claims ends.
 async fn expect_end_by_refresh(faults: LoginFaults) {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     provider.set_login_faults(LoginFaults { token_seconds: Some(2), ..LoginFaults::default() });
     let browser = Browser::logged_in(&api, &provider, "user").await;
     tokio::time::sleep(Duration::from_millis(2_100)).await;
@@ -106,8 +102,7 @@ async fn refresh_to_a_token_that_is_not_accepted_ends_the_login() {
 
 #[tokio::test]
 async fn requests_without_a_login_are_rate_limited_by_address() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     api.set_policy(PolicyKey::RateLimitAuthenticationFailures, 10);
     let garbage = "logout_token=a.b.c".to_owned();
     let send = async |route: u8, last: u8| {
@@ -132,8 +127,7 @@ async fn requests_without_a_login_are_rate_limited_by_address() {
 
 #[tokio::test]
 async fn oversized_parameters_of_a_callback_are_not_passed_on() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;
     let back = browser.authenticate(&at, "user").await;
@@ -147,8 +141,7 @@ async fn oversized_parameters_of_a_callback_are_not_passed_on() {
 
 #[tokio::test]
 async fn place_of_a_login_is_bounded_and_one_line() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let mut browser = Browser::new(&api, &provider);
     let at = browser.begin("/console/").await;
     let back = browser.authenticate(&at, "user").await;
@@ -165,8 +158,7 @@ async fn place_of_a_login_is_bounded_and_one_line() {
 
 #[tokio::test]
 async fn sealed_tokens_of_one_session_open_in_no_other() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let reader = api.app.authenticator.browser_sessions().unwrap();
     let stored = async |browser: &Browser<'_>| {
         let line = HeaderValue::from_str(&format!("{SESSION}={}", browser.cookies[SESSION])).unwrap();

@@ -1,6 +1,6 @@
 //! Requests by the cookie of a login to the web console: which pages may cause them, and the tokens behind it.
 
-use super::console_login::{Browser, ORIGIN, provider};
+use super::console_login::{Browser, ORIGIN, provider, with_console};
 use super::harness::ApiHarness;
 use axum::http::Method;
 use domain::browser_session::REFRESH_LEASE;
@@ -32,8 +32,7 @@ async fn with_ended_token<'a>(
 
 #[tokio::test]
 async fn post_of_a_foreign_page_is_refused() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = Browser::logged_in(&api, &provider, "user").await;
     let cookie = format!("{}={}", super::console_login::SESSION, browser.cookies[super::console_login::SESSION]);
     // Each of the two headers suffices.
@@ -57,8 +56,7 @@ async fn post_of_a_foreign_page_is_refused() {
 
 #[tokio::test]
 async fn websocket_of_a_foreign_page_is_refused() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = Browser::logged_in(&api, &provider, "user").await;
     let cookie = format!("{}={}", super::console_login::SESSION, browser.cookies[super::console_login::SESSION]);
     let connect = |origin: Option<&str>| {
@@ -80,8 +78,7 @@ async fn websocket_of_a_foreign_page_is_refused() {
 
 #[tokio::test]
 async fn cookie_adds_nothing_to_a_bearer_token() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let admin = Browser::logged_in(&api, &provider, "admin").await;
     let user = provider.token_of("user").unwrap();
     let with_both = admin.get("/api/v1/me").by(user.expose_secret()).send().await;
@@ -96,8 +93,7 @@ async fn cookie_adds_nothing_to_a_bearer_token() {
 
 #[tokio::test]
 async fn all_requests_at_an_ended_token_cause_one_refresh() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = with_ended_token(&api, &provider).await;
     let before = provider.refresh_calls();
     for answer in join_all((0..20).map(|_| browser.get("/api/v1/me").send())).await {
@@ -108,8 +104,7 @@ async fn all_requests_at_an_ended_token_cause_one_refresh() {
 
 #[tokio::test]
 async fn login_outlives_an_outage_of_the_provider_and_says_why_it_waits() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = with_ended_token(&api, &provider).await;
     provider.set_login_faults(LoginFaults { is_away: true, ..LoginFaults::default() });
     let waits = browser.get("/api/v1/me").send().await;
@@ -161,8 +156,7 @@ async fn login_outlives_a_database_that_is_down_for_longer_than_the_lease_of_a_r
 
 #[tokio::test]
 async fn login_ends_where_the_provider_refuses_its_refresh() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     let browser = with_ended_token(&api, &provider).await;
     // An administrator of the provider has ended the login there; its notice does not arrive here.
     let _ = provider.end_logins_of("user").await;
@@ -175,8 +169,7 @@ async fn login_ends_where_the_provider_refuses_its_refresh() {
 
 #[tokio::test]
 async fn idle_login_is_refused_before_its_entity_has_ended_it() {
-    let provider = provider().await;
-    let api = ApiHarness::with_console(&provider).await;
+    let (provider, api) = with_console().await;
     api.set_policy(PolicyKey::AuthBrowserSessionIdle, 60);
     let browser = Browser::logged_in(&api, &provider, "user").await;
     browser.get("/api/v1/me").send().await.is(200);

@@ -15,8 +15,7 @@ impl ApiHarness {
 
 #[tokio::test]
 async fn node_with_less_hardware_than_its_sku_expects_is_quarantined_until_it_agrees() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.enrolled_node("h100x4", 4, "few").await;
     api.poll(id).await;
     let becomes = async |state: &str| {
@@ -73,8 +72,7 @@ async fn machine_with_less_than_its_sku_sells_does_not_become_active() {
 
 #[tokio::test]
 async fn expected_hardware_has_bounds_and_known_fields() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     for bad in [
         json!({ "cpu_cores": 0 }),
         json!({ "cpu_cores": 65_537 }),

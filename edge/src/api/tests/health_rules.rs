@@ -25,8 +25,7 @@ impl ApiHarness {
 
 #[tokio::test]
 async fn new_xid_is_classified_without_a_release_and_taken_back() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.enrolled_node("h100x4", 4, "new").await;
     api.poll(id).await;
     let beat = async || {

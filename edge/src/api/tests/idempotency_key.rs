@@ -1,6 +1,6 @@
 //! Repeated requests with an idempotency key.
 
-use super::harness::{ApiHarness, PlacementOutcome, node_body, sku_body};
+use super::harness::{ApiHarness, node_body, sku_body};
 use serde_json::json;
 
 #[tokio::test]
@@ -61,10 +61,7 @@ async fn repeated_first_approval_is_replayed_after_the_second() {
 
 #[tokio::test]
 async fn concurrent_equal_requests_create_one_resource() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let rent =
         || api.post("/api/v1/allocations").user("ann").key("k").json(&json!({"sku": "h100x4", "gpu_count": 1})).send();
     let answers = futures::future::join_all((0..20).map(|_| rent())).await;

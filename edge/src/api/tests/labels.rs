@@ -14,8 +14,7 @@ const ALLOCATIONS: &str = "/api/v1/allocations";
 const NODES: &str = "/api/v1/admin/nodes";
 
 async fn harness() -> ApiHarness {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.set_placement(PlacementOutcome::Silent);
     api
 }

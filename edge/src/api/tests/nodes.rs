@@ -64,8 +64,7 @@ async fn node_is_registered_read_changed_and_listed() {
 
 #[tokio::test]
 async fn enrollment_token_is_shown_once_and_not_stored() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}/enrollment-token");
     let issue = async |body: Option<Value>| -> TestResponse {
@@ -129,8 +128,7 @@ pub(super) fn findings(found: &[(&str, &str, Option<String>)]) -> NodeHealth {
 
 #[tokio::test]
 async fn finding_is_shown_with_its_consequences_and_cleared_by_an_administrator() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.enrolled_node("h100x4", 4, "sick").await;
     api.poll(id).await;
     let path = format!("/api/v1/admin/nodes/{id}");
@@ -158,8 +156,7 @@ async fn finding_is_shown_with_its_consequences_and_cleared_by_an_administrator(
 
 #[tokio::test]
 async fn quarantine_is_shown_with_all_of_its_holds() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.enrolled_node("h100x4", 4, "hung").await;
     api.poll(id).await;
     let path = format!("/api/v1/admin/nodes/{id}");
@@ -183,8 +180,7 @@ async fn quarantine_is_shown_with_all_of_its_holds() {
 
 #[tokio::test]
 async fn node_goes_through_its_lifecycle_by_administrators_requests() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}");
     let order =
@@ -261,8 +257,7 @@ async fn node_goes_through_its_lifecycle_by_administrators_requests() {
 
 #[tokio::test]
 async fn invalid_node_is_refused() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.post("/api/v1/admin/skus").admin().json(&super::harness::sku_body("draft", 4)).send().await.is(201);
     let mut lines = Vec::new();
     let mut refuse = async |field: &str, value: Value| {
@@ -300,8 +295,7 @@ async fn invalid_node_is_refused() {
 
 #[tokio::test]
 async fn disabled_or_missing_bare_metal_provider_refuses_maas_onboarding() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let mut body = node_body("h100x4", 4);
     body["onboarding_mode"] = json!("maas");
     let register = async || api.post("/api/v1/admin/nodes").admin().json(&body).send().await;
@@ -319,8 +313,7 @@ async fn disabled_or_missing_bare_metal_provider_refuses_maas_onboarding() {
 
 #[tokio::test]
 async fn probe_is_denied_by_address_and_its_result_is_stored() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let register = async |host: &str| {
         let mut body = node_body("h100x4", 4);
         body["host"] = host.into();
@@ -349,8 +342,7 @@ async fn probe_is_denied_by_address_and_its_result_is_stored() {
 
 #[tokio::test]
 async fn node_reports_are_paginated_with_their_tasks() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let node = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{node}/tasks");
     let mut tasks = Vec::new();
@@ -385,8 +377,7 @@ async fn node_reports_are_paginated_with_their_tasks() {
 
 #[tokio::test]
 async fn changed_address_is_probed_and_an_unresolvable_name_is_reported() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let mut body = node_body("h100x4", 4);
     (body["host"], body["port"], body["probe"]) = ("192.0.2.1".into(), 1.into(), true.into());
     let probed = api.post("/api/v1/admin/nodes").admin().json(&body).send().await;
@@ -411,8 +402,7 @@ async fn changed_address_is_probed_and_an_unresolvable_name_is_reported() {
 
 #[tokio::test]
 async fn node_that_was_never_active_is_removed_after_retirement() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}");
     let order = async |verb: &str| {
@@ -430,8 +420,7 @@ async fn node_that_was_never_active_is_removed_after_retirement() {
 
 #[tokio::test]
 async fn second_node_with_the_same_gpus_is_quarantined_with_the_id_of_the_first() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let (one, other) = (api.enrolled_node("h100x4", 4, "same").await, api.enrolled_node("h100x4", 4, "same").await);
     futures::future::join(api.poll(one), api.poll(other)).await;
     let node =

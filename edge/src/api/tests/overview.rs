@@ -59,8 +59,7 @@ async fn overview_counts_entities_and_free_gpus() {
 
 #[tokio::test]
 async fn node_that_cannot_be_read_stays_in_the_counters_as_it_was_committed() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.active_node("h100x4", 4).await;
     api.make_nodes_unreadable().await;
     api.active_node("h100x4", 4).await;

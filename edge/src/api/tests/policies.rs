@@ -1,6 +1,6 @@
 //! Policy values: bounds, scopes, concurrent writes and resolution.
 
-use super::harness::{ApiHarness, POLLS, PlacementOutcome, TestResponse, pause_before_poll};
+use super::harness::{ApiHarness, POLLS, TestResponse, pause_before_poll};
 use axum::http::Method;
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
@@ -183,10 +183,7 @@ async fn revoked_override_restores_the_less_specific_value() {
 
 #[tokio::test]
 async fn policies_apply_by_the_scopes_of_the_owner() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let ttl = [("key", json!("node.enrollment_token_ttl_seconds")), ("value", json!(60))];
     api.write(&ttl).await.is(201);
     // A later write is read together with the earlier ones.

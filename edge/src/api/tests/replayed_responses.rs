@@ -37,10 +37,7 @@ async fn sku_id(api: &ApiHarness, name: &str) -> String {
 
 #[tokio::test]
 async fn allocation_is_replayed_after_its_sku_was_deactivated_and_its_ssh_key_deleted() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let key = json!({"name": "laptop", "public_key": ANNS_KEY});
     let key = api.post("/api/v1/ssh-keys").user("ann").json(&key).send().await.is(201)["id"].clone();
     let body = json!({"sku": "h100x4", "gpu_count": 1, "ssh_key_ids": [key]});
@@ -80,8 +77,7 @@ async fn key_of_an_allocation_of_one_organization_rents_none_for_another() {
 
 #[tokio::test]
 async fn allocation_is_replayed_after_its_queue_time_ended() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let body = json!({"sku": "h100x4", "gpu_count": 1, "queue_seconds": 60});
     let rent = || api.post("/api/v1/allocations").user("ann").key("k").json(&body).send();
     let first = rent().await;
@@ -94,8 +90,7 @@ async fn allocation_is_replayed_after_its_queue_time_ended() {
 
 #[tokio::test]
 async fn failed_placement_is_replayed_after_capacity_is_free() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.set_placement(PlacementOutcome::NoCapacity);
     let rent = |key: &str| {
         let body = json!({"sku": "h100x4", "gpu_count": 1});
@@ -125,8 +120,7 @@ async fn refusal_of_a_missing_reference_is_replayed_after_it_was_created() {
 
 #[tokio::test]
 async fn rejection_is_replayed_after_its_precondition_holds() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let path = format!("/api/v1/admin/nodes/{}", api.active_node("h100x4", 4).await);
     let order = |what: &str, key: &str| {
         api.post(&format!("{path}/{what}")).admin().key(key).json(&json!({"reason": "x"})).send()

@@ -36,8 +36,7 @@ async fn steer(api: &ApiHarness, id: &str, verb: &str) -> TestResponse {
 
 /// An API with a node, and a rollout that has it.
 async fn begun() -> (ApiHarness, NodeId, Uuid) {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let node = api.active_node("h100x4", 4).await;
     let created = create(&api, &order()).await.is(201).clone();
     (api, node, created["id"].as_str().unwrap().parse().unwrap())
@@ -100,8 +99,7 @@ async fn second_rollout_is_refused_until_the_first_has_ended() {
 
 #[tokio::test]
 async fn order_that_cannot_be_carried_out_is_refused_with_its_field() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.sku("a100x4", 4).await;
     let refused = async |body: &Value| create(&api, body).await.refused(400, "invalid_request")["field"].clone();
     assert_eq!(refused(&order()).await, "selector", "there is no node");
@@ -139,8 +137,7 @@ async fn order_that_cannot_be_carried_out_is_refused_with_its_field() {
 
 #[tokio::test]
 async fn repeated_order_is_answered_as_the_first_time() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.active_node("h100x4", 4).await;
     let send = async || api.post(PATH).admin().key("once").json(&order()).send().await;
     let first = send().await.is(201).clone();
@@ -170,8 +167,7 @@ async fn nodes_of_a_rollout_are_listed_with_their_outcomes() {
 
 #[tokio::test]
 async fn selected_nodes_are_read_in_pages_without_removed_and_later_ones() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     api.sku("a100x4", 4).await;
     let removed = api.node("h100x4", 4).await;
     for verb in ["retire", "remove"] {

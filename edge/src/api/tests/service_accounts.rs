@@ -1,6 +1,6 @@
 //! Service accounts: creation, authentication by keys, and revocation.
 
-use super::harness::{ApiHarness, PlacementOutcome, REFRESH_TOKEN, TestResponse, without_ids};
+use super::harness::{ApiHarness, REFRESH_TOKEN, TestResponse, without_ids};
 use axum::http::Method;
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
@@ -374,10 +374,7 @@ async fn unreachable_provider_is_an_upstream_error_of_the_refresh() {
 
 #[tokio::test]
 async fn event_stream_ends_for_a_revoked_account() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let account = api.account_with_key("ann", &["user"]).await;
     let token = api.access(&account).await;
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});

@@ -322,8 +322,7 @@ async fn sku_in_use_is_deactivated_with_impact_review_and_rollback_plan() {
 
 #[tokio::test]
 async fn users_see_the_catalog_without_approvals() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let offered = api.get("/api/v1/skus").user("ann").send().await.is(200)["items"][0].clone();
     assert_eq!((&offered["name"], &offered["status"]), (&json!("h100x4"), &json!("active")));
     assert!(offered.get("approvals").is_none(), "{offered}");

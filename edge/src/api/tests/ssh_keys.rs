@@ -1,6 +1,6 @@
 //! A user's SSH keys.
 
-use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome};
+use super::harness::{ANNS_KEY, ApiHarness};
 use axum::http::Method;
 use domain::allocation::{Allocation, Fact};
 use serde_json::{Value, json};
@@ -136,10 +136,7 @@ async fn malformed_weak_and_private_ssh_keys_are_refused_by_cause() {
 
 #[tokio::test]
 async fn ssh_keys_of_an_allocation_are_chosen_from_the_users_own() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let first = add(&api, "ann", "laptop", ANNS_KEY).await;
     let second = add(&api, "ann", "desk", SECOND).await;
     let bobs = add(&api, "bob", "bobs", ANNS_KEY).await;

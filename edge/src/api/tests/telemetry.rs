@@ -1,6 +1,6 @@
 //! The load of the fleet, and of an allocation's GPUs.
 
-use super::harness::{ApiHarness, PlacementOutcome};
+use super::harness::ApiHarness;
 use crate::fleet_telemetry::{GpuSample, NodeSample};
 use chrono::TimeDelta;
 use domain::NodeId;
@@ -61,10 +61,7 @@ async fn fleet_is_rolled_up_by_sku_and_region_for_administrators_alone() {
 
 #[tokio::test]
 async fn user_sees_the_load_of_their_own_gpus_since_the_allocation_is_active() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let made = api.post("/api/v1/allocations").user("ann").key("k1").json(&json!({"sku": "h100x4", "gpu_count": 1}));
     let id: Uuid = made.send().await.is(201)["id"].as_str().unwrap().parse().unwrap();
     let path = format!("/api/v1/allocations/{id}/telemetry");

@@ -44,8 +44,7 @@ impl ApiHarness {
 
 #[tokio::test]
 async fn minimums_of_a_sku_are_in_force_for_the_next_validation_of_its_nodes() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let found = api.get("/api/v1/admin/skus").admin().send().await;
     let sku = found.is(200)["items"][0].clone();
     assert_eq!(sku["validation"], json!({}));
@@ -86,8 +85,7 @@ async fn minimums_of_a_sku_are_in_force_for_the_next_validation_of_its_nodes() {
 
 #[tokio::test]
 async fn load_is_refused_on_a_node_with_a_tenant_and_a_repeated_order_is_answered_as_before() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let id = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}/validate");
     let body = json!({ "level": "deep", "reason": "new disk" });

@@ -1,6 +1,6 @@
 //! What operators see of the running system, and users of each other.
 
-use super::harness::{ApiHarness, PlacementOutcome};
+use super::harness::ApiHarness;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -75,10 +75,7 @@ async fn operators_see_where_an_entity_runs_and_its_history() {
 
 #[tokio::test]
 async fn allocations_of_other_users_are_not_found() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
-    let node = api.active_node("h100x4", 4).await;
-    api.set_placement(PlacementOutcome::On(node));
+    let (api, node) = ApiHarness::with_free_node().await;
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
     let made = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
     let path = format!("/api/v1/allocations/{}", made.is(201)["id"].as_str().unwrap());
@@ -121,8 +118,7 @@ async fn caller_reads_their_identity_and_roles() {
 
 #[tokio::test]
 async fn capacity_counts_free_gpus_by_sku_and_region_without_nodes() {
-    let api = ApiHarness::new().await;
-    api.sku("h100x4", 4).await;
+    let api = ApiHarness::with_sku().await;
     let nodes = [api.active_node("h100x4", 4).await, api.active_node("h100x4", 4).await];
     api.node("h100x4", 4).await;
     let capacity = api.get("/api/v1/capacity").user("ann").send().await;

@@ -245,8 +245,7 @@ async fn address_over_its_enrollment_rate_gets_retry_after() {
 
 #[tokio::test]
 async fn node_over_its_renewal_rate_gets_retry_after_and_its_heartbeats_pass() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let mut admitted = 0;
     let limited = loop {
         let answer = agent.renew(&harness).await;
@@ -287,8 +286,7 @@ async fn node_over_its_request_rate_gets_retry_after_and_others_are_unaffected()
 
 #[tokio::test]
 async fn renewed_certificate_and_its_predecessor_are_both_valid() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let next = Applicant::new();
     let answer = agent.post(&harness, "certificate/renew", &json!({ "csr_pem": next.csr_pem })).await;
     assert_eq!(answer.is(200)["recovery"], json!({"identity_generation": 1, "remaining": 5}));

@@ -100,8 +100,7 @@ async fn forwarded_identity_of_an_untrusted_peer_is_ignored() {
 
 #[tokio::test]
 async fn certificate_headers_are_ignored_without_configured_proxies() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     for way in Forwarding::ALL {
         wait_as(&harness, way, &agent, agent.certificate_pem()).await.is_refused_as("certificate_missing");
     }

@@ -104,6 +104,13 @@ impl NodeApiHarness {
         Self::in_memory(None, AgentPackage::default()).await
     }
 
+    /// A harness, and the agent of a node that accepts allocations.
+    pub(super) async fn with_active_node() -> (Self, Agent) {
+        let harness = Self::new().await;
+        let agent = harness.active().await;
+        (harness, agent)
+    }
+
     /// Behind proxies at `networks`. All clients connect from 127.0.0.1.
     pub(super) async fn behind(forwarding: Forwarding, networks: &[&str]) -> Self {
         let networks = networks.iter().map(|network| network.parse().unwrap()).collect();

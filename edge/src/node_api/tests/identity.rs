@@ -98,8 +98,7 @@ async fn request_without_a_certificate_or_with_another_nodes_is_refused() {
 
 #[tokio::test]
 async fn verified_certificate_unknown_to_the_node_is_refused() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     // Signed by the authority, and never committed.
     let (applicant, now) = (Applicant::new(), Utc::now());
     let issued = harness
@@ -171,8 +170,7 @@ async fn a_removed_node_is_refused_on_a_fresh_a_live_and_a_resumed_connection() 
 
 #[tokio::test]
 async fn removing_a_node_closes_its_waiting_poll() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let mut line = HttpsConnection::open(&harness, &http1(&agent.tls)).await.unwrap();
     let path = agent.at("tasks/wait?timeout_seconds=30");
     let waiting = tokio::spawn(async move { line.get(&path).await });

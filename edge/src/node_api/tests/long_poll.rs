@@ -10,8 +10,7 @@ use wire::task::Task;
 
 #[tokio::test]
 async fn waiting_poll_is_woken_by_a_new_task_at_once() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let (answer, ordered_at) = tokio::join!(
         async {
             let answer = agent.wait(&harness, 55).await;
@@ -36,8 +35,7 @@ async fn waiting_poll_is_woken_by_a_new_task_at_once() {
 
 #[tokio::test]
 async fn a_wait_without_work_ends_after_its_time_with_204() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let began = Instant::now();
     let answer = agent.wait(&harness, 1).await;
     assert!(answer.is(204).is_null());
@@ -55,8 +53,7 @@ async fn the_first_wait_of_an_enrolled_agent_makes_its_node_active() {
 
 #[tokio::test]
 async fn timeout_out_of_bounds_is_refused() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     for bad in ["0", "56", "-1", "1.5", "x", "", "4294967296", "99999999999999999999"] {
         let answer = agent.get(&harness, &format!("tasks/wait?timeout_seconds={bad}")).await;
         assert_eq!(answer.refused(400, "invalid_request")["field"], "timeout_seconds", "{bad}");
@@ -68,8 +65,7 @@ async fn timeout_out_of_bounds_is_refused() {
 
 #[tokio::test]
 async fn running_task_is_dispatched_again_only_to_a_restarted_agent() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     harness.rent(&agent).await;
     let (one, two) = (Uuid::new_v4(), Uuid::new_v4());
     let of = |session: Uuid| format!("tasks/wait?timeout_seconds=2&session={session}");
@@ -87,8 +83,7 @@ async fn running_task_is_dispatched_again_only_to_a_restarted_agent() {
 
 #[tokio::test]
 async fn two_tasks_are_dispatched_in_turn_and_an_expired_one_is_not() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     // Distinguished by their GPUs: without isolation a node takes one tenant at a time.
     let mut beat = agent.heartbeat();
     beat["inventory"]["executor"] = "system".into();
@@ -106,8 +101,7 @@ async fn two_tasks_are_dispatched_in_turn_and_an_expired_one_is_not() {
 
 #[tokio::test]
 async fn fenced_node_gets_no_tasks_and_other_requests_pass() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let allocation_id = harness.rent(&agent).await;
     harness.clean(&agent, allocation_id, 1).await;
     harness.tell(agent.node_id, Instruction::Fence { allocation_id, attempt: 1 }).await;
@@ -123,8 +117,7 @@ async fn fenced_node_gets_no_tasks_and_other_requests_pass() {
 
 #[tokio::test]
 async fn waiting_poll_of_a_node_that_becomes_fenced_is_refused() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let allocation_id = harness.rent(&agent).await;
     harness.task(&agent).await;
     let (answer, ()) = tokio::join!(agent.wait(&harness, 55), async {
@@ -137,8 +130,7 @@ async fn waiting_poll_of_a_node_that_becomes_fenced_is_refused() {
 
 #[tokio::test]
 async fn waiting_polls_end_early_when_the_process_stops() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let began = Instant::now();
     let (answer, ()) = tokio::join!(agent.wait(&harness, 55), async {
         harness.until_polled(1).await;
@@ -150,8 +142,7 @@ async fn waiting_polls_end_early_when_the_process_stops() {
 
 #[tokio::test]
 async fn heartbeat_returns_the_interval_and_the_poll_settings() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let answer = agent.send_heartbeat(&harness).await;
     let read: wire::heartbeat::HeartbeatAnswer = serde_json::from_value(answer.is(200).clone()).unwrap();
     assert_eq!((read.next_heartbeat_seconds, read.poll.timeout_seconds), (30, 30));
@@ -169,8 +160,7 @@ async fn heartbeat_returns_the_interval_and_the_poll_settings() {
 
 #[tokio::test]
 async fn load_of_an_accepted_heartbeat_is_stored_and_its_hostile_numbers_are_not() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let load = || harness.app.fleet.sample(domain::NodeId(agent.node_id));
     let mut hostile = agent.heartbeat();
     let uuid = hostile["inventory"]["gpus"][0]["uuid"].clone();

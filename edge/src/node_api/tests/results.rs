@@ -12,8 +12,7 @@ fn recorded(how: &str) -> Value {
 
 #[tokio::test]
 async fn result_is_recorded_once_and_a_repetition_is_reported_as_recorded() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let allocation_id = harness.rent(&agent).await;
     let task = harness.task(&agent).await;
     assert_eq!(agent.report(&harness, &task, &succeeded(1)).await.is(200), &recorded("new"));
@@ -34,8 +33,7 @@ async fn result_is_recorded_once_and_a_repetition_is_reported_as_recorded() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_result_sent_many_times_at_once_is_recorded_once() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     harness.rent(&agent).await;
     let task = harness.task(&agent).await;
     let result = succeeded(1);
@@ -63,8 +61,7 @@ async fn a_result_of_another_attempt_is_stale_and_of_a_foreign_task_is_not_found
 
 #[tokio::test]
 async fn failed_setup_is_stored_with_a_bounded_reason() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     let allocation_id = harness.rent(&agent).await;
     let task = harness.task(&agent).await;
     let words = format!("no room\n{}", "x".repeat(10_000));
@@ -79,8 +76,7 @@ async fn failed_setup_is_stored_with_a_bounded_reason() {
 
 #[tokio::test]
 async fn malformed_result_is_refused_with_its_field() {
-    let harness = NodeApiHarness::new().await;
-    let agent = harness.active().await;
+    let (harness, agent) = NodeApiHarness::with_active_node().await;
     harness.rent(&agent).await;
     let task = harness.task(&agent).await;
     let with = |field: &str, value: Value| {

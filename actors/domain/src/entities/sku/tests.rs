@@ -1,3 +1,7 @@
+#[path = "../../../../../tests/test-host/src/node_fixture.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
+mod node_fixture;
+
 use super::*;
 use crate::authz::{CallerIdentity, Grant, Principal, TokenRole, authorize};
 use crate::policy::PolicyBook;
@@ -41,22 +45,8 @@ fn admin() -> Principal {
 }
 
 fn create() -> Command {
-    let spec = SkuSpec {
-        name: "h100x4".into(),
-        gpu_vendor: "nvidia".into(),
-        gpu_model: "H100".into(),
-        gpu_memory_mib: 80_000,
-        gpu_count: 4,
-        cpu_model: "x".into(),
-        cpu_cores: 64,
-        memory_mib: 512_000,
-        storage_gib: 4_000,
-        interconnect: None,
-        allowed_regions: vec!["eu".into()],
-        expected_hardware: None,
-    };
     Command::Create {
-        spec: Box::new(spec),
+        spec: Box::new(node_fixture::sku_spec()),
         price: Price::new("EUR", 100).unwrap(),
         validation: ValidationMinimums::default(),
     }

@@ -4,9 +4,9 @@ use super::*;
 use domain::hardware::GpuLocality;
 use domain::node::{
     self, AgentContact, AgentTask, CertificateRecord, Enrollment, EnrollmentTokenFault, FindingAcceptance,
-    FindingReport, LastHeartbeat, Node, NodeHealth, NodeTask, NodeTaskPhase, OnboardingMode, OrderedImage, PendingTask,
-    ProbeOutcome, PromisedHardware, ProviderReport, Registration, ReportedFinding, ReportedGpu, ReportedInventory,
-    ReportedSystem, TaskKind, TaskOutcome, TenantSlot,
+    FindingReport, LastHeartbeat, Node, NodeHealth, NodeTask, NodeTaskPhase, OrderedImage, PendingTask, ProbeOutcome,
+    ProviderReport, Registration, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem, TaskKind,
+    TaskOutcome, TenantSlot,
 };
 use domain::sku::{self, Sku};
 use domain::validation::{ValidationLevel, ValidationMinimums};
@@ -41,42 +41,19 @@ fn inventory() -> ReportedInventory {
             memory_mib: u64::MAX,
             locality: GpuLocality::default(),
         }],
-        gpu_source: "simulated".into(),
-        executor: "sandbox".into(),
-        isolates_devices: true,
         cpu_model: Some(text()),
-        cpu_cores: 8,
-        memory_mib: 64_000,
-        storage_gib: 1_000,
         driver_version: Some(text()),
-        host_fingerprint: None,
         system: Some(ReportedSystem { machine_id: Some(text()), image_digest: None }),
         tenant_devices: vec![text()],
+        ..node_fixture::reported_inventory("", 0)
     }
 }
 
 fn registration() -> Registration {
-    let sku = PromisedHardware {
-        sku_id: SkuId(Uuid::from_u128(1)),
-        name: "h100".into(),
-        gpu_model: "H100".into(),
-        gpu_memory_mib: 80_000,
-        gpu_count: 1,
-        allowed_regions: vec!["eu".into()],
-        machine: Some(domain::hardware::SoldMachine { cpu_cores: 64, memory_mib: 512_000, storage_gib: 4_000 }),
-    };
-    Registration {
-        host: "node-a".into(),
-        port: 22,
-        ssh_username: "ops".into(),
-        ssh_public_key: "ssh-ed25519 AAAA".into(),
-        ssh_key_fingerprint: "SHA256:x".into(),
-        sku,
-        region_code: "eu".into(),
-        gpus_total: 1,
-        onboarding_mode: OnboardingMode::Manual,
-        metadata: domain::metadata::Metadata::default(),
-    }
+    let mut registration = node_fixture::registration(SkuId(Uuid::from_u128(1)), 1);
+    let sold = domain::hardware::SoldMachine { cpu_cores: 64, memory_mib: 512_000, storage_gib: 4_000 };
+    registration.sku.machine = Some(sold);
+    registration
 }
 
 fn node_commands() -> Vec<node::Command> {
@@ -340,20 +317,8 @@ fn of_a_sku() {
         rollback_plan: None,
         seen: ApprovalContext { version: 7, in_use: SkuUsage { nodes: 1, allocations: 2 }, first: first.clone() },
     };
-    let spec = SkuSpec {
-        name: "h100".into(),
-        gpu_vendor: "nvidia".into(),
-        gpu_model: "H100".into(),
-        gpu_memory_mib: 80_000,
-        gpu_count: 8,
-        cpu_model: "epyc".into(),
-        cpu_cores: 64,
-        memory_mib: 1_000_000,
-        storage_gib: 10_000,
-        interconnect: Some("nvlink".into()),
-        allowed_regions: vec!["eu".into(), "us".into()],
-        expected_hardware: None,
-    };
+    let allowed_regions = vec!["eu".into(), "us".into()];
+    let spec = SkuSpec { interconnect: Some("nvlink".into()), allowed_regions, ..node_fixture::sku_spec() };
     let price = Price::new("EUR", 250).unwrap();
     let create =
         Command::Create { spec: Box::new(spec), price: price.clone(), validation: ValidationMinimums::default() };

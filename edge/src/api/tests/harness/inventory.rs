@@ -1,6 +1,6 @@
 //! SKUs and nodes of the harness, and what the agents of its nodes send.
 
-use super::{ApiHarness, TestResponse};
+use super::{ApiHarness, PlacementOutcome, TestResponse};
 use crate::auth::opaque_token::{TokenPurpose, read};
 use actors::shell_dependencies::Environment as _;
 use chrono::TimeDelta;
@@ -13,6 +13,21 @@ use test_host::reported_inventory;
 use uuid::Uuid;
 
 impl ApiHarness {
+    /// A harness with the active SKU `h100x4`.
+    pub(in crate::api::tests) async fn with_sku() -> Self {
+        let api = Self::new().await;
+        api.sku("h100x4", 4).await;
+        api
+    }
+
+    /// The same, with an active node on which allocations are placed.
+    pub(in crate::api::tests) async fn with_free_node() -> (Self, NodeId) {
+        let api = Self::with_sku().await;
+        let node = api.active_node("h100x4", 4).await;
+        api.set_placement(PlacementOutcome::On(node));
+        (api, node)
+    }
+
     /// An active SKU, by id.
     pub(in crate::api::tests) async fn sku(&self, name: &str, gpus: u32) -> String {
         self.sku_with(name, gpus, &json!({})).await
