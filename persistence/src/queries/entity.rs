@@ -2,6 +2,7 @@
 
 use super::{Reads, RowPage, one_more};
 use crate::error::{OperationContext, StoreError, damaged};
+use crate::shard_numbers::shard;
 use crate::snapshot_seal::SealRefusal;
 use domain::commit::{CompletedCommand, Epoch, Snapshot};
 use domain::id::{CommandId, EntityKind, EntityRef, NodeId, Shard, SkuId};
