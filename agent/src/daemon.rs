@@ -356,7 +356,7 @@ pub async fn run_with(
         terminals: TerminalSessions::new(spools, Arc::clone(&manager), clock.clone(), tasks.clone(), stop.clone()),
         manager,
         slots: Semaphore::new(config.max_concurrent_tasks),
-        places: Arc::new(Semaphore::new(config.max_concurrent_tasks + WAITING_TASKS)),
+        admission: Arc::new(Semaphore::new(config.max_concurrent_tasks + WAITING_TASKS)),
         config,
         clock,
         updates,
@@ -443,7 +443,7 @@ struct Agent {
     /// For tasks that are executed at once, but for releases.
     slots: Semaphore,
     /// For tasks that are executed, or wait for it.
-    places: Arc<Semaphore>,
+    admission: Arc<Semaphore>,
     terminals: TerminalSessions,
     manager: Arc<ServiceManager>,
     tasks: TaskTracker,

@@ -439,11 +439,14 @@ mod tests {
         let identity = store.commit(&pending, &answer(&pending.csr_pem, NODE), Utc::now()).unwrap();
         let loaded = store.load().unwrap().unwrap();
         assert_eq!(loaded.certificate_chain_pem, identity.certificate_chain_pem);
-        assert_eq!(store.pending_recovery(&SecretToken::new("t")).unwrap().0, 1);
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!(mode(&store.key), 0o600);
         assert_eq!(mode(&store.folder), 0o700);
-        assert!(!store.folder.join("pending.json").exists());
+        let mut files: Vec<_> =
+            std::fs::read_dir(&store.folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        files.sort();
+        assert_eq!(files, ["recovery.json"], "no key is pending");
+        assert_eq!(store.pending_recovery(&SecretToken::new("t")).unwrap().0, 1);
     }
 
     #[test]

@@ -187,7 +187,7 @@ impl Sshd {
                 self.write_public_host_key(&public);
                 Ok(true)
             }
-            Err(error @ ToolError::Ended { .. }) => {
+            Err(error @ ToolError::Ended { .. }) if is_torn(&key, &error) => {
                 let unreadable = self.folder.join("host_key.unreadable");
                 warn!(
                     error_code = "host_key_unreadable",
@@ -197,6 +197,11 @@ impl Sshd {
                 );
                 fs::rename(&key, &unreadable).map_err(FileError::at("move", &key))?;
                 Ok(false)
+            }
+            // A tool that was killed, or had no memory, says nothing about the key.
+            Err(error @ ToolError::Ended { .. }) => {
+                warn!(error_code = "host_key", error = chain(&error), "the SSH host key was not checked");
+                Ok(true)
             }
             Err(error) => Err(error.into()),
         }
@@ -439,6 +444,13 @@ pub fn host_key_fingerprint(state_dir: &Path) -> Option<String> {
 fn fingerprint(public_key: &str) -> Option<String> {
     let blob = STANDARD.decode(public_key.split_whitespace().nth(1)?).ok()?;
     Some(format!("SHA256:{}", STANDARD_NO_PAD.encode(Sha256::digest(blob))))
+}
+
+/// Whether the file is no key: by its size, or by what `ssh-keygen` says of it.
+fn is_torn(key: &Path, error: &ToolError) -> bool {
+    let says = |words| matches!(error, ToolError::Ended { message, .. } if message.contains(words));
+    fs::metadata(key).is_ok_and(|file| file.len() == 0)
+        || ["invalid format", "error in libcrypto", "incorrect passphrase"].into_iter().any(says)
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ async fn run_scenario(kind: ProxyKind) {
 
 /// A fake agent that has enrolled without a certificate, then sent a heartbeat and a poll with one.
 async fn onboard_fake_agent(cluster: &mut TestCluster, ingress: &IngressProxy) -> FakeAgent {
-    let (node, bundle) = cluster.registered("h100").await;
+    let (_, bundle) = cluster.registered("h100").await;
     assert_eq!(bundle.api_url, ingress.url());
     let agent = FakeAgent::onboard(&bundle, GPUS).await;
     cluster.register_secret("a node's key", agent.key_pem.lines().nth(1).expect("PEM has lines"));

@@ -338,8 +338,11 @@ fn calls(code: &[(&String, String, String)], of_others: &BTreeSet<&str>) -> Arro
     arrows
 }
 
-/// The functions that each crate defines, and those that it calls.
-static FUNCTIONS: LazyLock<Vec<(&str, [BTreeSet<String>; 2])>> = LazyLock::new(|| {
+/// A crate's folder, the functions that it defines, and those that it calls.
+type CrateFunctions = (&'static str, [BTreeSet<String>; 2]);
+
+/// Those of each crate.
+static FUNCTIONS: LazyLock<Vec<CrateFunctions>> = LazyLock::new(|| {
     let of = |rules: &Rules| {
         let code = sources(rules.folder).values().map(|text| production_code(text)).collect::<String>();
         let called = called(&code).map(|(_, name)| name.to_owned()).collect();

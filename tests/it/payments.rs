@@ -85,8 +85,7 @@ fn expected_cost(allocation: &Value, minor_per_hour: i64) -> i64 {
 }
 
 async fn rent(cluster: &TestCluster, gpus: u32) -> AllocationHandle {
-    let rented = cluster.rent_active("dear", gpus).await;
-    rented
+    cluster.rent_active("dear", gpus).await
 }
 
 async fn expect_ledger_verified(cluster: &TestCluster) {

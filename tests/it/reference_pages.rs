@@ -196,7 +196,9 @@ fn labels_after(after: &str) -> Option<Vec<String>> {
 /// The labels of all metrics that a closure makes.
 fn labels_of_helper(code: &str, function: &str) -> Option<Vec<String>> {
     let helper = code.split(&format!("let {function} = |")).nth(1)?;
-    list(helper.split("};").next()?)
+    let (_, body) = helper.split_once('|')?;
+    let end = if body.trim_start().starts_with('{') { "};" } else { ";" };
+    list(body.split(end).next()?)
 }
 
 /// The first list of literals: `&["kind", "outcome"]`.

@@ -134,6 +134,6 @@ async fn altered_ssh_key_opens_no_machine() {
     assert_eq!(rented, 0, "no machine is asked to admit the key");
 
     alter(&cluster, id, [&blob(&foreign), &blob(&own)]).await;
-    let allocation = cluster.rent_active("h100", 1).await;
+    cluster.rent_active("h100", 1).await;
     cluster.shutdown().await;
 }

@@ -17,6 +17,11 @@ extern crate self as domain;
 mod cross_entity;
 mod kernel;
 
+#[cfg(test)]
+#[path = "../../../tests/test-host/src/node_fixture.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
+mod node_fixture;
+
 /// The middle floor: one state machine for each kind of entity. An entity uses the kernel and no other entity: what it needs of another one
 /// comes with a command or goes out as an event.
 mod entities {

@@ -56,8 +56,12 @@ impl Agent {
         );
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         let mut is_in_contact = false;
+        let mut reads_later_fields = false;
         while !self.stop.is_cancelled() {
-            let heartbeat = self.heartbeat(&mut readings, &mut monitor).await;
+            let mut heartbeat = self.heartbeat(&mut readings, &mut monitor).await;
+            if !reads_later_fields {
+                heartbeat = heartbeat.without_later_fields();
+            }
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.heartbeat(&heartbeat) => answer,
@@ -66,6 +70,7 @@ impl Agent {
             match answer {
                 Ok(answer) => {
                     backoff.reset();
+                    reads_later_fields = answer.reads_later_fields();
                     if !std::mem::replace(&mut is_in_contact, true) {
                         info!("in contact");
                     }
@@ -81,6 +86,8 @@ impl Agent {
                 }
                 Err(error) => {
                     is_in_contact = false;
+                    // The next one may go to a replica of an earlier release.
+                    reads_later_fields = false;
                     if !self.retry_after_failure(&api, error, "the heartbeat", &mut backoff).await {
                         return;
                     }

@@ -59,7 +59,7 @@ impl Agent {
         loop {
             // Also while all slots are taken: the next task may be a release, which needs none.
             let place = tokio::select! {
-                place = Arc::clone(&self.places).acquire_owned() => place,
+                place = Arc::clone(&self.admission).acquire_owned() => place,
                 () = self.stop.cancelled() => return,
             };
             let Ok(place) = place else { return };

@@ -192,7 +192,8 @@ impl Agent {
     /// trusted any more or it is not valid by the control plane's clock, the identity is recovered like an expired one: it cannot be
     /// renewed. Returns whether the agent continues.
     pub(super) async fn replace_refused_certificate(&self, api: &NodeApiClient, refused: &NodeApiError) -> bool {
-        let mut checks = self.recovering.lock().await;
+        // Another loop renews or recovers, and may wait for the disk: the refused request is sent again.
+        let Ok(mut checks) = self.recovering.try_lock() else { return true };
         let (identity, is_in_use, age) = {
             let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
             (session.identity.clone(), session.api.has_same_certificate(api), session.since.elapsed())

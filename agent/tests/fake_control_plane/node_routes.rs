@@ -344,6 +344,7 @@ async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Hear
         (behaviour.verifier_sets.clone(), lowest, behaviour.node_authorities.clone(), behaviour.renew_within_seconds)
     };
     let answer = HeartbeatAnswer {
+        later_fields: wire::heartbeat::LATER_FIELDS.map(str::to_owned).to_vec(),
         server_time: shared.now(),
         next_heartbeat_seconds: 1,
         verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),

@@ -14,7 +14,7 @@ use crate::verifier_set::VerifierSet;
 pub struct Heartbeat {
     /// The kernel's boot id. A different one means that the machine was restarted.
     pub boot_id: Uuid,
-    /// Made at the start of the agent's process; the same in its polls. Two that take turns are two copies of one identity. Agents before it send none.
+    /// Made at the start of the agent's process; the same in its polls. Two that alternate are two copies of one identity. One of [`LATER_FIELDS`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session: Option<Uuid>,
     pub agent_version: String,
@@ -41,6 +41,18 @@ pub struct Heartbeat {
     /// judgement to the control plane, which then does not judge by `health`; an agent that sends none is judged by `health`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub findings: Option<Vec<Finding>>,
+}
+
+/// The fields that were added to a heartbeat within this generation of the protocol. A control plane of an earlier release refuses what it does not
+/// know, so an agent sends them after an answer that names them all.
+pub const LATER_FIELDS: [&str; 2] = ["session", "inventory.gpus.topology"];
+
+impl Heartbeat {
+    /// As a control plane of an earlier release reads it.
+    #[must_use]
+    pub fn without_later_fields(self) -> Self {
+        Self { session: None, inventory: self.inventory.without_topology(), ..self }
+    }
 }
 
 /// A task in flight on the node.
@@ -138,6 +150,17 @@ pub struct HeartbeatAnswer {
     /// not report them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub accepted_findings: Vec<AcceptedFinding>,
+    /// Those of [`LATER_FIELDS`] that this control plane reads.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub later_fields: Vec<String>,
+}
+
+impl HeartbeatAnswer {
+    /// Whether the control plane reads all of [`LATER_FIELDS`].
+    #[must_use]
+    pub fn reads_later_fields(&self) -> bool {
+        LATER_FIELDS.iter().all(|field| self.later_fields.iter().any(|read| read == field))
+    }
 }
 
 /// How the agent is to poll for tasks.

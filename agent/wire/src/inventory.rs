@@ -58,6 +58,15 @@ pub fn is_gpu_uuid(text: &str) -> bool {
 }
 
 impl NodeInventory {
+    /// As a control plane of an earlier release reads it (`heartbeat::LATER_FIELDS`).
+    #[must_use]
+    pub fn without_topology(mut self) -> Self {
+        for gpu in &mut self.gpus {
+            gpu.topology = GpuTopology::default();
+        }
+        self
+    }
+
     /// What of it the control plane accepts, whatever the machine says of itself: one odd name or number must not make a node silent. Texts
     /// are shortened, numbers are bounded, and a GPU that cannot be named is left out.
     #[must_use]

@@ -251,6 +251,7 @@ fn heartbeat() {
 #[test]
 fn heartbeat_answer() {
     golden!(HeartbeatAnswer {
+        later_fields: Vec::new(),
         server_time: at(1),
         next_heartbeat_seconds: 15,
         verifier_sets: vec![],

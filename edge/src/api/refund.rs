@@ -65,28 +65,28 @@ pub(super) async fn create(
     State(app): State<AppState>,
     IdempotentCommand(request_body::Json(new)): IdempotentCommand<request_body::Json<NewRefund>>,
 ) -> Result<Response, ApiError> {
-    let refunded = Refunded::of(&new)?;
+    let refunded = RefundTarget::of(&new)?;
     // The permission depends on the body, and comes before the stored response, which shows what a role allowed.
     let context = match refunded {
-        Refunded::Payment(_) => context,
-        Refunded::Allocation(_) => context.permitted(Action::AdjustBilling).await?,
+        RefundTarget::Payment(_) => context,
+        RefundTarget::Allocation(_) => context.permitted(Action::AdjustBilling).await?,
     };
     if let Some(stored) = context.stored_response().await? {
         return Ok(stored);
     }
     match refunded {
-        Refunded::Payment(id) => refund_payment(&app, &context, id, &new).await,
-        Refunded::Allocation(id) => refund_allocation(&app, &context, id, &new).await,
+        RefundTarget::Payment(id) => refund_payment(&app, &context, id, &new).await,
+        RefundTarget::Allocation(id) => refund_allocation(&app, &context, id, &new).await,
     }
 }
 
 /// What a refund is of.
-enum Refunded {
+enum RefundTarget {
     Payment(PaymentId),
     Allocation(AllocationId),
 }
 
-impl Refunded {
+impl RefundTarget {
     fn of(new: &NewRefund) -> Result<Self, ApiError> {
         match (new.payment_id, new.allocation_id) {
             (Some(payment), None) => Ok(Self::Payment(PaymentId(payment))),

@@ -72,7 +72,7 @@ pub(crate) struct ProviderMetadata {
 
 /// A field without which people can log in: where it has another form than the standard gives it, it is as if it were absent.
 fn if_readable<'de, D: Deserializer<'de>, T: DeserializeOwned>(field: D) -> Result<Option<T>, D::Error> {
-    Ok(serde_json::from_value(Value::deserialize(field)?).ok())
+    Ok(strict_json::from_value(Value::deserialize(field)?).ok())
 }
 
 /// Issued tokens (RFC 6749, section 5.1).

@@ -72,7 +72,7 @@ enum ProofFault {
     Unreadable(#[from] ProofError),
     #[error("the clean-up report is of another {0}")]
     Foreign(&'static str),
-    #[error("two agents take turns with this node's identity: the report may be of the other machine")]
+    #[error("two agents use this node's identity at the same time: the report may be of the other machine")]
     SharedIdentity,
     #[error("the clean-up report leaves out: {0}")]
     Incomplete(String),
@@ -105,7 +105,7 @@ fn check(
     let booted = node.and_then(|node| node.agent.contact.as_ref()).map(|seen| seen.boot_id.as_str());
     let held = node.and_then(|node| hold_of(node, task_id)).map(|(allocation_id, _)| allocation_id);
     let allocation_id = AllocationId(report.allocation_id);
-    if node.is_some_and(|node| node.identity.sessions.take_turns()) {
+    if node.is_some_and(|node| node.identity.sessions.run_beside_each_other()) {
         return Err(ProofFault::SharedIdentity);
     }
     if report.node_id != node_id.0 {

@@ -13,7 +13,7 @@ use domain::NodeId;
 use domain::node::{AgentContact, Reply, Request};
 use domain::policy::{PolicyKey, Scopes};
 use wire::bundle::fingerprint;
-use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
+use wire::heartbeat::{Heartbeat, HeartbeatAnswer, LATER_FIELDS, PollSettings};
 
 /// `POST /internal/v1/nodes/{id}/heartbeat`. A fenced node's heartbeat is accepted too: its health and inventory are needed to lift the
 /// fence.
@@ -64,6 +64,7 @@ pub(super) async fn heartbeat(
         poll: PollSettings::default(),
         node_ca_bundle_pem: (!has_bundle).then_some(bundle_pem),
         renew_within_seconds: authorities.is_outgoing(&node.authority).then_some(spread),
+        later_fields: LATER_FIELDS.map(str::to_owned).to_vec(),
         accepted_findings: accepted.into_iter().filter_map(inventory::accepted).collect(),
     }))
 }

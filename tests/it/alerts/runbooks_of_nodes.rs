@@ -40,7 +40,7 @@ async fn alerts_of_nodes_their_logs_and_capacity_are_resolved_by_their_runbooks(
 
     // One node is sold, the other one's machine ends; a request waits. Batches are not stored, and an agent tries an old token.
     let (sold, lost) = (cluster.node("h100").await, cluster.node("h100").await);
-    let rented = cluster.rent_active("h100", 1).await;
+    cluster.rent_active("h100", 1).await;
     let lost = if sold.get().await["gpus_free"] == 0 { lost } else { sold };
     cluster.kill9_agent(&lost);
     let collecting = CollectingNode::enroll(&mut cluster).await;

@@ -11,7 +11,7 @@ async fn every_link_and_dialog_opens_without_a_message_for_every_role() {
     let mut cluster = TestCluster::start().await;
     cluster.node("h100").await;
     cluster.register("h100").await;
-    let allocation = cluster.rent_active("h100", 1).await;
+    cluster.rent_active("h100", 1).await;
     let account = cluster.user.post("/api/v1/service-accounts", &json!({ "name": "<b>robot</b>" })).await.created();
     let keys = format!("/api/v1/service-accounts/{}/keys", account["id"].as_str().expect("an id"));
     cluster.user.request_until_final(Method::POST, &keys, None).await.created();

@@ -18,7 +18,7 @@ pub use captured_log::CapturedLog;
 pub use environment::{NoEffects, NoPeers, TestEnvironment};
 pub use member::{PgMember, PgTestStore};
 pub use memory::MemoryStore;
-pub use node_fixture::{registered_node, registration, reported_inventory};
+pub use node_fixture::{registered_node, registration, reported_inventory, sku_spec};
 pub use tls_listener::TlsListener;
 
 use actors::shell_dependencies::{Effects, Environment, Remote, Store, Term};

@@ -54,7 +54,7 @@ actions! {
     NodesEnroll "nodes.enroll" { identity_generation agent_version }: "an agent enrolled with the issued token";
     NodesRefuseEnrollment "nodes.refuse_enrollment" { result cause }: "an enrollment or a recovery was refused, with its true cause; at most one row a minute and node";
     NodesRecover "nodes.recover" { identity_generation recoveries_left again }: "an agent recovered its identity with its recovery token and key";
-    NodesCloneSuspected "nodes.clone_suspected" { given_generation current_generation boot_id }: "token and key were shown with an old identity generation, or two agents take turns: the machine has a copy";
+    NodesCloneSuspected "nodes.clone_suspected" { given_generation current_generation boot_id }: "token and key were shown with an old identity generation, or two agents use one identity at the same time: the machine has a copy";
     NodesExpireEnrollment "nodes.expire_enrollment" { code }: "a token or an enrollment was not used in time";
     NodesActivate "nodes.activate" {}: "an enrolled agent polled and its inventory matched";
     NodesRenewCertificate "nodes.renew_certificate" { serial not_after }: "an agent renewed its certificate";

@@ -355,7 +355,7 @@ async fn allocation_on_a_draining_machine_says_so() {
 
 #[tokio::test]
 async fn allocation_whose_column_of_owners_was_altered_is_in_no_other_users_list() {
-    let (api, node) = ApiHarness::with_free_node().await;
+    let (api, _) = ApiHarness::with_free_node().await;
     let id = id_of(&rent(&api, "k1", &allocation_body()).await);
     let listed =
         async |user: &'static str| api.get("/api/v1/allocations").user(user).send().await.is(200)["items"].clone();

@@ -248,7 +248,7 @@ async fn login_redirects_to_no_other_site() {
 
 #[tokio::test]
 async fn refused_login_is_a_page_for_a_browser_and_an_envelope_for_a_program() {
-    let (provider, api) = with_console().await;
+    let (_provider, api) = with_console().await;
     let path = "/console/callback?error=access_denied&state=x";
     let program = api.get(path).send().await;
     assert_eq!((program.status, &program.body["code"]), (400, &json!("invalid_request")));

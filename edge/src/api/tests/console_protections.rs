@@ -34,7 +34,7 @@ async fn cookie_of_another_secret_opens_no_session() {
 
 #[tokio::test]
 async fn each_login_has_secrets_of_its_own_in_a_cookie_that_no_script_reads() {
-    let (provider, api) = with_console().await;
+    let (_provider, api) = with_console().await;
     let mut seen = BTreeSet::new();
     for _ in 0..2 {
         let begun = api.get("/console/login").send().await;
@@ -102,7 +102,7 @@ async fn refresh_to_a_token_that_is_not_accepted_ends_the_login() {
 
 #[tokio::test]
 async fn requests_without_a_login_are_rate_limited_by_address() {
-    let (provider, api) = with_console().await;
+    let (_provider, api) = with_console().await;
     api.set_policy(PolicyKey::RateLimitAuthenticationFailures, 10);
     let garbage = "logout_token=a.b.c".to_owned();
     let send = async |route: u8, last: u8| {

@@ -61,7 +61,7 @@ async fn repeated_first_approval_is_replayed_after_the_second() {
 
 #[tokio::test]
 async fn concurrent_equal_requests_create_one_resource() {
-    let (api, node) = ApiHarness::with_free_node().await;
+    let (api, _) = ApiHarness::with_free_node().await;
     let rent =
         || api.post("/api/v1/allocations").user("ann").key("k").json(&json!({"sku": "h100x4", "gpu_count": 1})).send();
     let answers = futures::future::join_all((0..20).map(|_| rent())).await;

@@ -16,7 +16,7 @@ async fn text(response: Response) -> String {
 
 #[tokio::test]
 async fn payment_page_policy_admits_its_own_scripts_and_the_processor_alone() {
-    let (processor, api) = ApiHarness::with_fake_processor().await;
+    let (_, api) = ApiHarness::with_fake_processor().await;
     let page = api.get(&format!("/billing/checkout/{}", Uuid::from_u128(1))).response().await;
     assert_eq!(page.status(), StatusCode::OK);
     let header = |name: &str| page.headers()[name].to_str().unwrap().to_owned();

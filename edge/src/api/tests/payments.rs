@@ -50,7 +50,7 @@ pub(super) async fn deposited(api: &ApiHarness, processor: &FakeProcessor, key: 
 
 #[tokio::test]
 async fn refusals_of_an_amount_name_one_limit() {
-    let (processor, api) = ApiHarness::with_fake_processor().await;
+    let (_, api) = ApiHarness::with_fake_processor().await;
     for (at, amount) in [0, -1, 999, 100_001, 100_000_001, i64::MAX].into_iter().enumerate() {
         let refused = checkout(&api, &format!("k{at}"), &checkout_body(amount)).await;
         assert_eq!(refused.refused(400, "invalid_request")["field"], "amount_minor", "{amount}: {}", refused.body);
@@ -381,7 +381,7 @@ async fn payment_in_another_currency_is_shown_as_refunded() {
 
 #[tokio::test]
 async fn checkout_of_an_expired_payment_needs_a_new_payment() {
-    let (processor, api) = ApiHarness::with_fake_processor().await;
+    let (_, api) = ApiHarness::with_fake_processor().await;
     let id = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     let canceled =
         Fact::NotPaid { processor_id: "pi_1".into(), outcome: PaymentFailure::Canceled, why: "by ann".into() };

@@ -183,7 +183,7 @@ async fn revoked_override_restores_the_less_specific_value() {
 
 #[tokio::test]
 async fn policies_apply_by_the_scopes_of_the_owner() {
-    let (api, node) = ApiHarness::with_free_node().await;
+    let (api, _) = ApiHarness::with_free_node().await;
     let ttl = [("key", json!("node.enrollment_token_ttl_seconds")), ("value", json!(60))];
     api.write(&ttl).await.is(201);
     // A later write is read together with the earlier ones.

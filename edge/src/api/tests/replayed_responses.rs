@@ -37,7 +37,7 @@ async fn sku_id(api: &ApiHarness, name: &str) -> String {
 
 #[tokio::test]
 async fn allocation_is_replayed_after_its_sku_was_deactivated_and_its_ssh_key_deleted() {
-    let (api, node) = ApiHarness::with_free_node().await;
+    let (api, _) = ApiHarness::with_free_node().await;
     let key = json!({"name": "laptop", "public_key": ANNS_KEY});
     let key = api.post("/api/v1/ssh-keys").user("ann").json(&key).send().await.is(201)["id"].clone();
     let body = json!({"sku": "h100x4", "gpu_count": 1, "ssh_key_ids": [key]});

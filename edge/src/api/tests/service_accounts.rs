@@ -374,7 +374,7 @@ async fn unreachable_provider_is_an_upstream_error_of_the_refresh() {
 
 #[tokio::test]
 async fn event_stream_ends_for_a_revoked_account() {
-    let (api, node) = ApiHarness::with_free_node().await;
+    let (api, _) = ApiHarness::with_free_node().await;
     let account = api.account_with_key("ann", &["user"]).await;
     let token = api.access(&account).await;
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});

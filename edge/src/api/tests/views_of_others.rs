@@ -75,7 +75,7 @@ async fn operators_see_where_an_entity_runs_and_its_history() {
 
 #[tokio::test]
 async fn allocations_of_other_users_are_not_found() {
-    let (api, node) = ApiHarness::with_free_node().await;
+    let (api, _) = ApiHarness::with_free_node().await;
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
     let made = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
     let path = format!("/api/v1/allocations/{}", made.is(201)["id"].as_str().unwrap());

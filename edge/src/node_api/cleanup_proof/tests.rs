@@ -91,13 +91,13 @@ fn failure(verdict: TaskOutcome) -> (String, String) {
 }
 
 #[test]
-fn report_of_a_node_whose_agents_take_turns_proves_nothing() {
+fn report_of_a_node_whose_identity_two_agents_use_proves_nothing() {
     let mut node = node();
     let sessions = serde_json::json!({ "present": "a", "replaced": ["b"], "returns": 3 });
     node.identity.sessions = serde_json::from_value(sessions).unwrap();
     let (code, message) = failure(of(&report(), Some(&node)));
     assert_eq!(code, "proof_invalid");
-    assert!(message.contains("two agents take turns"), "{message}");
+    assert!(message.contains("two agents use"), "{message}");
 }
 
 #[test]

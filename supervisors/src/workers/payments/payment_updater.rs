@@ -6,7 +6,7 @@ use actors::{AskError, CommandContext, CommandKey, Directory};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::payment::{self, Fact, Payment, PaymentFailure, Rejection, ReversalStep};
-use domain::state_machine::{CommandSort as _, RequestOrigin};
+use domain::state_machine::RequestOrigin;
 use domain::{Action, PaymentId, Permit, Principal};
 use edge::payment_processor::{
     Dispute, DisputeStatus, Processor, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord,

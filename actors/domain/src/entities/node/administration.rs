@@ -156,13 +156,13 @@ impl Node {
             self.check_fit_for_tenants(ctx)?;
         }
         let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "reason": reason }));
+        let mut free = self.clone();
+        free.identity.sessions.settle();
         // Its last allocation has ended in the meantime.
         if matches!(**was, Phase::Draining { .. }) && self.tenancy.in_use().is_none() {
-            return Ok(self.drained(ctx).audit(audit));
+            return Ok(free.drained(ctx).audit(audit));
         }
-        let mut free = self.clone();
         free.machine.reclaim_gpus();
-        free.identity.sessions.settle();
         let to = free.validate_released(was, ctx)?;
         let is_validated = free.validation.obstacle(free.tasks.has_open_validation()).is_some();
         let step = free.change_phase(to, StateCode::QuarantineReleased, reason, ctx).audit(audit);
@@ -174,7 +174,10 @@ impl Node {
         let not = |why: String| Err(Rejection::NotInOrder { why });
         let remains = self.tenancy.holds.iter().find(|(_, hold)| matches!(hold.phase, HoldPhase::Abandoned { .. }));
         if let Some((allocation_id, _)) = remains {
-            return not(format!("there is no clean-up proof of allocation {allocation_id} yet"));
+            let why = format!("there is no clean-up proof of allocation {allocation_id} yet");
+            let is_shared = self.identity.sessions.run_beside_each_other();
+            let reissue = "; none is accepted while two agents use this node's identity: reissue its enrollment";
+            return not(if is_shared { why + reissue } else { why });
         }
         if self.machine.reimage.is_some() {
             return not("its machine is being reinstalled; retire the node to end that".to_owned());

@@ -80,11 +80,6 @@ impl AgentContact {
         }
     }
 
-    /// What distinguishes its process from every other; of an agent that does not report it, what distinguishes the boot.
-    pub(super) fn session(&self) -> String {
-        self.session.map_or_else(|| self.boot_id.clone(), |session| session.to_string())
-    }
-
     /// Whether the agent supports tasks of this type: as it reports, or else as agents of its protocol do.
     #[must_use]
     pub fn supports(&self, task_type: TaskType) -> bool {

@@ -49,7 +49,10 @@ impl Node {
         self.check_certificate(serial, ctx)?;
         let restarted = self.agent.restarted(&from.boot_id, self.tenancy.holds.keys(), ctx);
         let mut sessions = self.identity.sessions.clone();
-        sessions.note(&from.session());
+        // A heartbeat without one is of an agent of an earlier release, or reached a replica of one.
+        if let Some(session) = from.session {
+            sessions.note(&session.to_string());
+        }
         let mut step = self.apply_heartbeat(from, inventory, health, ctx);
         if self.identity.shown.as_deref() != Some(serial) || self.identity.sessions != sessions {
             if step.next.is_none() {
@@ -65,10 +68,12 @@ impl Node {
     fn without_a_copy(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let is_new = |next: &Self| {
             let phase = &next.lifecycle.phase;
-            next.identity.sessions.take_turns() && !phase.is_gone() && !next.lifecycle.is_held_by(HoldAuthor::Clone)
+            next.identity.sessions.run_beside_each_other()
+                && !phase.is_gone()
+                && !next.lifecycle.is_held_by(HoldAuthor::Clone)
         };
         let Some(mut next) = step.next.clone().filter(is_new) else { return step };
-        let message = "Two agents take turns with this node's identity: find the copy of the machine or of its state, reissue its enrollment, then \
+        let message = "Two agents use this node's identity at the same time: find the copy of the machine or of its state, reissue its enrollment, then \
                        release the quarantine.";
         let event = next.lifecycle.enter_quarantine(StateCode::CloneSuspected, message, ctx);
         let audit = self.audit(AuditAction::NodesCloneSuspected, json!({ "boot_id": next.agent.boot_id() }));

@@ -12,9 +12,6 @@ mod integrity;
 mod lifecycle;
 mod long_history;
 mod monitoring;
-#[path = "../../../../../tests/test-host/src/node_fixture.rs"]
-#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
-mod node_fixture;
 mod provided_machine;
 mod recovery;
 mod reimage;
@@ -34,6 +31,7 @@ use crate::id::SkuId;
 use crate::id::{TerminalSessionId, TokenId};
 use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
+use crate::node_fixture;
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use crate::resend_timer;

@@ -39,8 +39,11 @@ impl Payment {
             return Err(Rejection::TooLate { days });
         }
         // One that the account has refused moved no money: the oldest of them makes room.
-        let oldest_refused =
-            self.refunds.iter().filter(|(_, refund)| matches!(refund.taking, RefundDebit::Refused { .. })).min_by_key(|(_, it)| it.asked_at);
+        let oldest_refused = self
+            .refunds
+            .iter()
+            .filter(|(_, refund)| matches!(refund.taking, RefundDebit::Refused { .. }))
+            .min_by_key(|(_, it)| it.asked_at);
         let replaced = oldest_refused.map(|(id, _)| *id).filter(|_| self.refunds.len() >= MAX_REFUNDS);
         if self.refunds.len() >= MAX_REFUNDS && replaced.is_none() {
             return Err(Rejection::TooManyRefunds);

@@ -1,9 +1,6 @@
-#[path = "../../../../../tests/test-host/src/node_fixture.rs"]
-#[allow(dead_code, unreachable_pub, reason = "it is written for tests of other crates, too")]
-mod node_fixture;
-
 use super::*;
 use crate::authz::{CallerIdentity, Grant, Principal, TokenRole, authorize};
+use crate::node_fixture;
 use crate::policy::PolicyBook;
 use crate::precondition::Precondition;
 use crate::state_machine::Command as _;

@@ -175,8 +175,8 @@ fn keys_are_unique_and_bounded() {
 
 #[test]
 fn every_change_of_a_key_is_audited() {
-    let tenant = with_keys(1);
-    let key = tenant.default_key().unwrap().id;
+    let tenant = with_keys(2);
+    let key = tenant.keys.values().find(|key| !key.is_default).unwrap().id;
     for command in [add(9), Request::MakeDefault { key }, Request::DeleteKey { key }] {
         let step = decide(Some(&tenant), command, 77, 50).unwrap();
         assert_eq!(step.audit.len(), 1);

