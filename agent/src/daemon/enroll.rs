@@ -169,7 +169,7 @@ impl Applicant<'_> {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             protocol: PROTOCOL,
             verifier_set_version: self.verifier_set_version,
-            inventory: self.inventory.clone().without_topology(),
+            inventory: self.inventory.clone().without_later_fields(),
         };
         Ok(api.enroll(&request).await.map(|answer| (pending, answer)))
     }

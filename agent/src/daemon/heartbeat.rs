@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use reqwest::StatusCode;
 use tracing::{info, warn};
 use wire::VerifierSet;
 use wire::bundle::fingerprint;
@@ -86,8 +87,8 @@ impl Agent {
                 }
                 Err(error) => {
                     is_in_contact = false;
-                    // The next one may go to a replica of an earlier release.
-                    reads_later_fields = false;
+                    // A replica of an earlier release refuses them. Without an answer, the control plane is what it was.
+                    reads_later_fields &= !error.is_refused_with(&[StatusCode::BAD_REQUEST]);
                     if !self.retry_after_failure(&api, error, "the heartbeat", &mut backoff).await {
                         return;
                     }

@@ -126,6 +126,8 @@ pub struct FakeBehaviour {
     pub trusted_authorities: Option<Vec<String>>,
     /// Answers are reduced to the fields of this generation of the protocol; those of the current one are complete.
     pub generation: u16,
+    /// Whether heartbeats with `wire::heartbeat::LATER_FIELDS` are read; a control plane of the previous release refuses them.
+    pub reads_later_fields: bool,
     /// Heartbeats and enrollments of a newer protocol are refused.
     pub newest_protocol: u16,
     /// The agent's protocol is older than any that is supported.
@@ -168,6 +170,7 @@ impl FakeControlPlane {
             refuse_the_first_certificate: false,
             trusted_authorities: None,
             generation: PROTOCOL,
+            reads_later_fields: true,
             newest_protocol: PROTOCOL,
             refuse_as_too_old: false,
             clock_ahead,

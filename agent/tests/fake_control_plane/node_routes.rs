@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 use uuid::Uuid;
 use wire::bundle::fingerprint;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
-use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
+use wire::heartbeat::{Heartbeat, HeartbeatAnswer, LATER_FIELDS, PollSettings};
 use wire::task::{ResultAnswer, ResultReceipt, TaskResult};
 
 use super::{Shared, as_answered_by, log_gateway, terminal};
@@ -330,6 +330,7 @@ async fn result(
 async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Heartbeat>) -> Response {
     let (known, protocol) = (heartbeat.verifier_set_version, heartbeat.protocol);
     let stored = heartbeat.node_ca_bundle_fingerprint.clone();
+    let has_later_fields = heartbeat != heartbeat.clone().without_later_fields();
     {
         let mut seen = shared.seen.lock().unwrap();
         seen.heartbeats.push(heartbeat);
@@ -338,13 +339,17 @@ async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Hear
     if let Some(refused) = reject_unsupported_protocol(&shared, protocol) {
         return refused;
     }
+    let reads_later_fields = shared.behaviour.lock().unwrap().reads_later_fields;
+    if has_later_fields && !reads_later_fields {
+        return refuse(StatusCode::BAD_REQUEST, "invalid_request", "");
+    }
     let (sets, lowest, authorities, renew_within_seconds) = {
         let behaviour = shared.behaviour.lock().unwrap();
         let lowest = behaviour.lowest_set.clone();
         (behaviour.verifier_sets.clone(), lowest, behaviour.node_authorities.clone(), behaviour.renew_within_seconds)
     };
     let answer = HeartbeatAnswer {
-        later_fields: wire::heartbeat::LATER_FIELDS.map(str::to_owned).to_vec(),
+        later_fields: LATER_FIELDS.into_iter().filter(|_| reads_later_fields).map(str::to_owned).collect(),
         server_time: shared.now(),
         next_heartbeat_seconds: 1,
         verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),

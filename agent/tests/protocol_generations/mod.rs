@@ -3,7 +3,9 @@
 
 use crate::fake_control_plane::spawned_agent::enrolled;
 use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
+use axum::http::StatusCode;
 use uuid::Uuid;
+use wire::heartbeat::Heartbeat;
 use wire::task::{TaskOrigin, TaskPayload, TaskStatus};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
 
@@ -63,4 +65,29 @@ async fn agent_too_old_for_the_control_plane_ends_with_the_remedy() {
     let mut agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     assert_eq!(agent.exit().await.code(), Some(6));
     assert!(std::fs::read_to_string(&agent.log).unwrap().contains("upgrade the agent"));
+}
+
+#[tokio::test]
+async fn outage_takes_no_field_from_a_heartbeat_and_a_refusal_those_that_an_earlier_release_does_not_read() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    let is_whole = |heartbeat: &Heartbeat| *heartbeat != heartbeat.clone().without_later_fields();
+    let sent = || fake.calls().heartbeats.len();
+    eventually(|| fake.calls().heartbeats.last().is_some_and(is_whole).then_some(())).await;
+    fake.behaviour().page = Some(StatusCode::BAD_GATEWAY);
+    agent.wait_for_message("the heartbeat failed; trying again").await;
+    let before = sent();
+    fake.behaviour().page = None;
+    eventually(|| (sent() > before).then_some(())).await;
+    assert!(is_whole(&fake.calls().heartbeats[before]), "the first one after the outage");
+
+    // It is rolled back to the previous release, and upgraded again.
+    fake.behaviour().reads_later_fields = false;
+    let before = sent();
+    eventually(|| fake.calls().heartbeats[before..].iter().any(|heartbeat| !is_whole(heartbeat)).then_some(())).await;
+    let (before, refused) = (sent(), agent.count("the heartbeat failed; trying again"));
+    eventually(|| (sent() > before + 1).then_some(())).await;
+    assert!(!fake.calls().heartbeats[before..].iter().any(is_whole));
+    assert_eq!(agent.count("the heartbeat failed; trying again"), refused);
+    fake.behaviour().reads_later_fields = true;
+    eventually(|| fake.calls().heartbeats.last().is_some_and(is_whole).then_some(())).await;
 }

@@ -44,14 +44,15 @@ pub struct Heartbeat {
 }
 
 /// The fields that were added to a heartbeat within this generation of the protocol. A control plane of an earlier release refuses what it does not
-/// know, so an agent sends them after an answer that names them all.
-pub const LATER_FIELDS: [&str; 2] = ["session", "inventory.gpus.topology"];
+/// know, so an agent sends them after an answer that names them all. An enrollment has none of them. A heartbeat without `session` has none either:
+/// the control plane stores the others as they were reported last.
+pub const LATER_FIELDS: [&str; 3] = ["session", "inventory.gpus.topology", "inventory.tenant_devices"];
 
 impl Heartbeat {
     /// As a control plane of an earlier release reads it.
     #[must_use]
     pub fn without_later_fields(self) -> Self {
-        Self { session: None, inventory: self.inventory.without_topology(), ..self }
+        Self { session: None, inventory: self.inventory.without_later_fields(), ..self }
     }
 }
 

@@ -60,11 +60,11 @@ pub fn is_gpu_uuid(text: &str) -> bool {
 impl NodeInventory {
     /// As a control plane of an earlier release reads it (`heartbeat::LATER_FIELDS`).
     #[must_use]
-    pub fn without_topology(mut self) -> Self {
+    pub fn without_later_fields(mut self) -> Self {
         for gpu in &mut self.gpus {
             gpu.topology = GpuTopology::default();
         }
-        self
+        Self { tenant_devices: Vec::new(), ..self }
     }
 
     /// What of it the control plane accepts, whatever the machine says of itself: one odd name or number must not make a node silent. Texts

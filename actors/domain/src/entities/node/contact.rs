@@ -91,8 +91,10 @@ impl Node {
         let offline_after = ctx.policy.int(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let next_heartbeat_seconds = u32::try_from(offline_after / 3).unwrap_or(30).max(1);
         let mut next = self.clone();
+        // An agent names its session where it knows that the control plane reads all that it reports.
+        let is_whole = from.session.is_some();
         next.record_contact(from, ContactKind::Heartbeat, ctx);
-        next.machine.inventory = Some(inventory);
+        next.machine.report(inventory, is_whole);
         next.machine.learn_expected_hardware(ctx);
         if let Some(report) = &health.report {
             next.tenancy.note_proved_gpus(report);

@@ -95,6 +95,14 @@ impl NodeMachine {
         }
     }
 
+    /// `is_whole` as of [`ReportedInventory::complete`].
+    pub(super) fn report(&mut self, mut inventory: ReportedInventory, is_whole: bool) {
+        if let Some(before) = &self.inventory {
+            inventory.complete(before, is_whole);
+        }
+        self.inventory = Some(inventory);
+    }
+
     /// The GPUs that the agent lists. Before its first report there are none.
     pub(super) fn gpus(&self) -> impl Iterator<Item = &ReportedGpu> {
         self.inventory.iter().flat_map(|inventory| &inventory.gpus)

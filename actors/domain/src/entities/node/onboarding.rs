@@ -127,7 +127,7 @@ impl Node {
         let mut next = self.clone();
         next.identity.enroll(shown.issued, shown.csr_sha256, shown.recovery_public_key, ctx);
         let generation = next.identity.generation;
-        next.machine.inventory = Some(shown.inventory);
+        next.machine.report(shown.inventory, false);
         let contact = AgentContact::new(&shown.boot_id, &shown.agent_version, shown.protocol, ctx.now);
         // Its heartbeats follow.
         let is_offline = next.lifecycle.phase == Phase::Offline;

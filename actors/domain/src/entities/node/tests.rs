@@ -27,6 +27,7 @@ mod validation;
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;
+use crate::hardware::GpuLocality;
 use crate::id::SkuId;
 use crate::id::{TerminalSessionId, TokenId};
 use crate::metadata::MetadataPatch;

@@ -34,6 +34,20 @@ pub struct ReportedInventory {
     pub tenant_devices: Vec<String>,
 }
 
+impl ReportedInventory {
+    /// Takes over what an agent does not report each time: the locality of a GPU that it has not read, and all fields that it leaves out until it
+    /// knows that the control plane reads them (`is_whole` is false).
+    pub(super) fn complete(&mut self, before: &Self, is_whole: bool) {
+        for gpu in self.gpus.iter_mut().filter(|gpu| gpu.locality.is_unknown()) {
+            let known = before.gpus.iter().find(|known| known.uuid == gpu.uuid);
+            gpu.locality = known.map_or(gpu.locality, |known| known.locality);
+        }
+        if !is_whole {
+            self.tenant_devices.clone_from(&before.tenant_devices);
+        }
+    }
+}
+
 /// The installed system of the machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReportedSystem {
@@ -49,7 +63,7 @@ pub struct ReportedGpu {
     pub uuid: String,
     pub model: String,
     pub memory_mib: u64,
-    /// Unknown to agents of earlier releases.
+    /// As it was reported last: agents leave it out at times, and those of earlier releases do not know it.
     #[serde(default, skip_serializing_if = "GpuLocality::is_unknown")]
     pub locality: GpuLocality,
 }

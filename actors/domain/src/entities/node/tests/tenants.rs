@@ -25,6 +25,30 @@ fn tenant_of_two_gpus_gets_a_pair_that_is_linked() {
 }
 
 #[test]
+fn heartbeat_without_later_fields_leaves_what_was_known_of_gpus_and_of_tenant_devices() {
+    let heartbeat = |inventory: &ReportedInventory, session: Option<u128>| {
+        let seen = Box::new(AgentContact { session: session.map(Uuid::from_u128), ..*seen("boot-1") });
+        let (inventory, health) = (Box::new(inventory.clone()), Box::default());
+        Request::Heartbeat { serial: SERIAL.into(), seen, inventory, health }
+    };
+    let mut whole = ReportedInventory { tenant_devices: vec!["/dev/fuse".into()], ..inventory(GPUS) };
+    for gpu in &mut whole.gpus {
+        gpu.locality = GpuLocality { numa_node: Some(0), nvlink_domain: Some(gpu.index % 2) };
+    }
+    let shown = |story: &Story| story.node.machine.inventory.clone().unwrap();
+    let known = node().active().agent(heartbeat(&whole, Some(1)));
+    let restarted = known.agent(heartbeat(&inventory(GPUS), None));
+    assert_eq!(shown(&restarted), whole, "an agent that starts leaves later fields out of its first heartbeat");
+    // The links of one GPU are down, and the locality of another was not read.
+    let mut other = ReportedInventory { tenant_devices: Vec::new(), ..whole.clone() };
+    other.gpus[0].locality.nvlink_domain = None;
+    let mut sent = other.clone();
+    sent.gpus[1].locality = GpuLocality::default();
+    let story = restarted.agent(heartbeat(&sent, Some(1)));
+    assert_eq!(shown(&story), other, "what is reported counts");
+}
+
+#[test]
 fn repeated_reservation_returns_the_same_devices() {
     let first = node().active().reserved();
     let repeated = first.clone().reserved();
