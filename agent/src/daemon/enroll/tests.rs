@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::enroll::RecoveryState;
 use wire::error::ErrorEnvelope;
-use wire::inventory::{ExecutorKind, GpuSource};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, GpuTopology};
 
 use super::*;
 use crate::atomic_file::kill_points;
@@ -41,6 +41,8 @@ enum CallFate {
     KilledAfter,
     /// The nonce of the recovery has expired.
     Late,
+    /// The network delays the recovery, and the agent has no answer.
+    Delayed,
 }
 
 /// A run of the agent. It is killed after so many changes of files, if it lives so long.
@@ -68,6 +70,8 @@ enum Happening {
     KeyLost,
     /// The last answer was stored by a release that has not recorded its token.
     EarlierRelease,
+    /// What the network has delayed arrives.
+    DelayedArrive,
 }
 
 /// How a run ended.
@@ -88,6 +92,7 @@ struct ControlPlane {
     /// Makes serials and nonces unique.
     count: Cell<u64>,
     fates: RefCell<VecDeque<CallFate>>,
+    delayed: RefCell<Vec<Request>>,
     killed: Notify,
 }
 
@@ -131,6 +136,7 @@ impl ControlPlane {
             serials: RefCell::default(),
             count: Cell::new(0),
             fates: RefCell::default(),
+            delayed: RefCell::default(),
             killed: Notify::new(),
         };
         let token_id = domain::TokenId(Uuid::from_u128(9));
@@ -193,7 +199,7 @@ impl ControlPlane {
     async fn call<T>(&self, execute: impl FnOnce(CallFate) -> Result<T, NodeApiError>) -> Result<T, NodeApiError> {
         let fate = self.fates.borrow_mut().pop_front().unwrap_or(CallFate::Answered);
         match fate {
-            CallFate::Answered | CallFate::Late => execute(fate),
+            CallFate::Answered | CallFate::Late | CallFate::Delayed => execute(fate),
             CallFate::RequestLost => Err(lost()),
             CallFate::AnswerLost => execute(fate).and_then(|_| Err(lost())),
             CallFate::KilledBefore => self.end().await,
@@ -219,6 +225,8 @@ impl ControlPlane {
 
 impl EnrollmentApi for ControlPlane {
     async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, NodeApiError> {
+        let read_by_an_earlier_release = request.inventory.clone().without_later_fields();
+        assert_eq!(request.inventory, read_by_an_earlier_release, "a control plane of an earlier release refuses it");
         self.call(|_| {
             let issued = self.record();
             let serial = issued.serial.clone();
@@ -246,7 +254,8 @@ impl EnrollmentApi for ControlPlane {
         self.call(|fate| {
             let issued = self.record();
             let serial = issued.serial.clone();
-            let until = if fate == CallFate::Late { now() } else { now() + TimeDelta::minutes(5) };
+            let given_out_at = now() + TimeDelta::microseconds(request.nonce.parse().unwrap());
+            let until = if fate == CallFate::Late { now() } else { given_out_at + TimeDelta::minutes(5) };
             let recover = Request::Recover(Box::new(IdentityRecovery {
                 token_sha256: sha256(request.enrollment_token.expose()),
                 identity_generation: request.identity_generation.try_into().unwrap(),
@@ -258,6 +267,10 @@ impl EnrollmentApi for ControlPlane {
                 agent_version: "1".into(),
                 protocol: 3,
             }));
+            if fate == CallFate::Delayed {
+                self.delayed.borrow_mut().push(recover);
+                return Err(lost());
+            }
             self.decide(recover).map(|reply| self.answer(&request.csr_pem, serial, &reply)).map_err(|_| rejected())
         })
         .await
@@ -313,6 +326,12 @@ impl Machine {
             Happening::Starts | Happening::RenewalDue | Happening::RefusedByProxy => {}
             Happening::CertificateVoid => self.control_plane.node.borrow_mut().identity.certificates.clear(),
             Happening::KeyLost => self.lose_key(),
+            Happening::DelayedArrive => {
+                for request in self.control_plane.delayed.take() {
+                    // Nobody waits for the answer.
+                    let _ = self.control_plane.decide(request);
+                }
+            }
             Happening::EarlierRelease => self.forget_token_of_record(),
             Happening::Reissued { revokes, installed } => {
                 self.token = format!("token-{}", self.control_plane.next_count());
@@ -416,13 +435,20 @@ fn inventory() -> NodeInventory {
         cpu_cores: 1,
         memory_mib: 1,
         storage_gib: 1,
-        gpus: vec![],
+        gpus: vec![GpuInfo {
+            index: 0,
+            uuid: "GPU-0".into(),
+            vendor: "NVIDIA".into(),
+            model: "H100".into(),
+            memory_mib: 1,
+            topology: GpuTopology { numa_node: Some(0), nvlink_domain: Some(0) },
+        }],
         gpu_source: GpuSource::Simulated,
         driver_version: None,
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,
-        tenant_devices: vec![],
+        tenant_devices: vec!["/dev/fuse".into()],
     }
 }
 
@@ -435,6 +461,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         3 => any::<(bool, bool)>().prop_map(|(revokes, installed)| Happening::Reissued { revokes, installed }),
         1 => Just(Happening::KeyLost),
         1 => Just(Happening::EarlierRelease),
+        2 => Just(Happening::DelayedArrive),
     ]
 }
 
@@ -445,6 +472,7 @@ fn agent_run() -> impl Strategy<Value = AgentRun> {
         3 => Just(CallFate::AnswerLost),
         1 => Just(CallFate::KilledBefore),
         3 => Just(CallFate::KilledAfter),
+        2 => Just(CallFate::Delayed),
     ];
     // A nonce expires seldom: of two in a row the agent takes the second for another fault.
     let calls = (prop::collection::vec(fate, 0..4), prop::option::weighted(0.2, 0..4_usize));

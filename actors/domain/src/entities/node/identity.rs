@@ -181,9 +181,14 @@ impl Identity {
 
     /// The agent, which presents the certificate `serial`, gets another one.
     pub(super) fn renew(&mut self, serial: &str, issued: CertificateRecord, now: Timestamp) {
+        self.add_certificate(issued, &[serial], now);
+    }
+
+    /// One more certificate of this generation. Those of `in_use` stay.
+    fn add_certificate(&mut self, issued: CertificateRecord, in_use: &[&str], now: Timestamp) {
         self.certificates.retain(|_, certificate| certificate.not_after > now);
         let certificate = CertificateRecord { generation: self.generation, ..issued };
-        self.drop_superseded_certificates(&[serial, &certificate.serial]);
+        self.drop_superseded_certificates(in_use);
         self.certificates.insert(certificate.serial.clone(), certificate);
     }
 
@@ -210,9 +215,18 @@ impl Identity {
             given if given.checked_add(1) == Some(generation) && lost_answer => {
                 Ok(RecoveryVerdict::Recovers { generation })
             }
+            given if given < generation && self.is_superseded(&shown.nonce) => {
+                Err(Rejection::TokenRefused { cause: EnrollmentTokenFault::NonceExpired })
+            }
             given if given < generation => Ok(RecoveryVerdict::IsClone { given }),
             _ => Err(Rejection::TokenRefused { cause: EnrollmentTokenFault::GenerationUnknown }),
         }
+    }
+
+    /// Whether the nonce was given out before one that was spent since. Its request is of before that recovery: the network may have delayed it,
+    /// and the agent has retried. A copy of the machine tries again with a later nonce.
+    fn is_superseded(&self, nonce: &Nonce) -> bool {
+        self.spent_nonces.values().any(|until| *until > nonce.until)
     }
 
     /// Everything about a recovery but its generation.
@@ -244,7 +258,12 @@ impl Identity {
         self.recoveries_left = self.recoveries_left.saturating_sub(u32::from(!again));
         self.last_request = Some(shown.csr_sha256);
         self.sessions = AgentSessions::default();
-        self.replace_certificates(shown.issued.clone());
+        if again {
+            // The network may have delayed this request, and the agent has had the answer to another one, or a renewal since.
+            self.add_certificate(shown.issued.clone(), &[], now);
+        } else {
+            self.replace_certificates(shown.issued.clone());
+        }
         self.spend_nonce(&shown.nonce, now);
     }
 

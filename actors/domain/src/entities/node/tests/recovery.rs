@@ -121,6 +121,34 @@ fn two_agents_that_run_beside_each_other_are_suspected_clones_until_an_operator_
 }
 
 #[test]
+fn recovery_that_the_network_delayed_is_no_clone_and_takes_no_certificate_from_the_agent() {
+    let given_out = |n: u8| {
+        let until = start() + TimeDelta::days(60) + TimeDelta::microseconds(n.into());
+        Nonce { until, ..recovery(n).nonce }
+    };
+    let delayed = |n: u8| {
+        let issued = certificate(&format!("late-{n}"));
+        recover(IdentityRecovery { nonce: given_out(n), issued, ..recovery(9) })
+    };
+    let sent = |n: u8| IdentityRecovery { nonce: given_out(n), issued: certificate(&format!("r{n}")), ..recovery(9) };
+    // Of five requests the agent has had the answer to the third.
+    let recovered = node().active().agent(recover(sent(3))).agent(polled_with("r3"));
+    let recovered = recovered.agent(delayed(1)).agent(polled_with("r3"));
+    let renewed = recovered.agent(Request::Renew { serial: "r3".into(), issued: certificate("renewed") });
+    let renewed =
+        renewed.agent(polled_with("renewed")).agent(delayed(2)).agent(polled_with("renewed")).expect("active");
+    assert_eq!(left(&renewed), (2, 4));
+    let next = IdentityRecovery { identity_generation: 2, csr_sha256: [10; 32], ..sent(6) };
+    let again = renewed.agent(recover(next));
+    for n in [4, 5] {
+        assert_eq!(again.refuses(&agent(), delayed(n)), refused(EnrollmentTokenFault::NonceExpired));
+    }
+    let again = again.agent(polled_with("r6")).expect("active");
+    assert_eq!(left(&again), (3, 3));
+    again.agent(delayed(7)).expect("quarantined");
+}
+
+#[test]
 fn duplicate_recovery_is_one_recovery_and_no_clone() {
     let recovered = node().active().agent(recover(recovery(2)));
     assert_eq!(recovered.refuses(&agent(), recover(recovery(2))), refused(EnrollmentTokenFault::NonceSpent));
