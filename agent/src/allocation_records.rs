@@ -153,7 +153,7 @@ impl AllocationRecords {
             let uuid = &device.uuid;
             // The other GPUs of the machine are none of this allocation's concern.
             return Err(match survey.unreadable.first() {
-                Some(error) => TaskFailure::new("gpu_driver", format!("GPU {uuid} cannot be read ({error})")),
+                Some(gpu) => TaskFailure::new("gpu_driver", format!("GPU {uuid} cannot be read ({})", gpu.why)),
                 None => TaskFailure::new("device_unknown", format!("this node has no GPU {uuid}")),
             });
         }

@@ -127,14 +127,25 @@ pub struct GpuSurvey {
     pub driver_version: Option<String>,
     /// How many the driver reports as lost: they have fallen off the bus.
     pub lost: u32,
-    /// The driver's errors of GPUs that could be neither read nor are lost, with their PCI addresses where these are known.
-    pub unreadable: Vec<String>,
+    /// Those that could be neither read nor are lost, in order of index.
+    pub unreadable: Vec<UnreadableGpu>,
     /// The library that the child has loaded was removed or replaced since.
     #[serde(default)]
     pub is_library_replaced: bool,
     /// Why no other process can begin to use the GPUs, although this one reads them.
     #[serde(default)]
     pub restart_needed: Option<String>,
+}
+
+/// A GPU of which the driver reports an error, and nothing else.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnreadableGpu {
+    /// The driver's.
+    pub index: u32,
+    /// As [`SurveyedGpu::pci_address`], where anything tells it.
+    pub pci_address: Option<String>,
+    /// Its index, its address and the driver's error, for operators.
+    pub why: String,
 }
 
 /// What the driver reports of one GPU.

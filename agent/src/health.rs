@@ -237,6 +237,13 @@ impl HealthMonitor {
         self.log.set_gpus(&all);
     }
 
+    /// The name of a GPU at this address that no GPU of the list has. `None` where one of them may be there: the driver does not say where it is.
+    fn name_of_place(&self, pci_address: &str) -> Option<String> {
+        let placed = self.log.addresses();
+        let all_are_placed = self.last.gpus.iter().all(|gpu| placed.contains_key(&gpu.uuid));
+        all_are_placed.then(|| finding_log::name_of_place(pci_address))
+    }
+
     fn note_kernel_log(&mut self, reading: KernelLogReading, now: DateTime<Utc>) {
         if reading.lost_records > 0 {
             let detail = "records of the kernel's log were overwritten before they were read".to_owned();
@@ -255,7 +262,7 @@ impl HealthMonitor {
                 FaultyDevice::NvSwitch => (None, format!("NVSwitch at {address}: {}", seen.text)),
                 FaultyDevice::Gpu => match self.log.gpu_at(&address) {
                     Some(uuid) => (Some(uuid.to_owned()), seen.text),
-                    None => (None, format!("GPU at {address}: {}", seen.text)),
+                    None => (self.name_of_place(&address), format!("GPU at {address}: {}", seen.text)),
                 },
             };
             let (first_at, last_at) = (at(seen.first_micros), at(seen.last_micros));

@@ -7,6 +7,7 @@ mod failing_gpus;
 mod fake_control_plane;
 mod gpu_machine;
 mod hanging_mount;
+mod never_read_gpus;
 mod skipped_tests;
 
 use std::path::{Path, PathBuf};

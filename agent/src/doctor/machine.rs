@@ -66,7 +66,10 @@ fn judge_driver(survey: &Result<GpuSurvey, GpuError>) -> Vec<DiagnosticFinding> 
         findings.push(DiagnosticFinding::error(format!("{} GPUs have fallen off the bus", survey.lost), reboot));
     }
     findings.extend(
-        survey.unreadable.iter().map(|why| DiagnosticFinding::error(format!("a GPU cannot be read: {why}"), reboot)),
+        survey
+            .unreadable
+            .iter()
+            .map(|gpu| DiagnosticFinding::error(format!("a GPU cannot be read: {}", gpu.why), reboot)),
     );
     for gpu in &survey.gpus {
         let uuid = &gpu.info.uuid;

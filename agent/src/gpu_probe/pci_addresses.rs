@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
+use super::UnreadableGpu;
+
 /// A folder for each GPU, named by its address with the function.
 pub(super) const DRIVER_GPUS: &str = "/proc/driver/nvidia/gpus";
 
@@ -16,25 +18,34 @@ pub(super) struct Unreadable {
     pub(super) error: String,
 }
 
-/// The errors for operators. The driver orders its GPUs by address: where as many addresses are left as GPUs, each is known.
-pub(super) fn described(unreadable: &[Unreadable], read: &BTreeSet<String>, lost: u32, driver: &Path) -> Vec<String> {
+/// With their errors for operators. The driver orders its GPUs by address: where as many addresses are left as GPUs, each is known.
+pub(super) fn described(
+    unreadable: &[Unreadable],
+    read: &BTreeSet<String>,
+    lost: u32,
+    driver: &Path,
+) -> Vec<UnreadableGpu> {
     let mut left = addresses(driver);
     left.retain(|address| !read.contains(address));
     left.retain(|address| unreadable.iter().all(|gpu| gpu.address.as_ref() != Some(address)));
     let without = unreadable.iter().filter(|gpu| gpu.address.is_none()).count();
     let is_known = lost == 0 && without == left.len();
     let mut in_order = left.iter();
-    let described = unreadable.iter().map(|Unreadable { index, address, error }| match address {
-        Some(address) => format!("GPU {index} at {address}: {error}"),
-        None if is_known => match in_order.next() {
+    let described = unreadable.iter().map(|Unreadable { index, address, error }| {
+        let pci_address = match address {
+            Some(address) => Some(address),
+            None if is_known => in_order.next(),
+            None => None,
+        };
+        let why = match pci_address {
             Some(address) => format!("GPU {index} at {address}: {error}"),
-            None => format!("GPU {index}: {error}"),
-        },
-        None if left.is_empty() => format!("GPU {index}: {error}"),
-        None => {
-            let left = left.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
-            format!("GPU {index}, which is one of those at {left}: {error}")
-        }
+            None if left.is_empty() => format!("GPU {index}: {error}"),
+            None => {
+                let left = left.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+                format!("GPU {index}, which is one of those at {left}: {error}")
+            }
+        };
+        UnreadableGpu { index: *index, pci_address: pci_address.cloned(), why }
     });
     described.collect()
 }
@@ -63,8 +74,10 @@ mod tests {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
         let read = |addresses: &[&str]| addresses.iter().map(|it| (*it).to_owned()).collect::<BTreeSet<_>>();
-        let of =
-            |gpus: &[Unreadable], known: &[&str], lost| described(gpus, &read(known), lost, folder.path()).join("; ");
+        let texts = |described: Vec<UnreadableGpu>| described.into_iter().map(|gpu| gpu.why).collect::<Vec<_>>();
+        let of = |gpus: &[Unreadable], known: &[&str], lost| {
+            texts(described(gpus, &read(known), lost, folder.path())).join("; ")
+        };
         let error = "an internal driver error occurred";
         assert_eq!(of(&[unreadable(1, Some("0000:3b:00"))], &[], 0), format!("GPU 1 at 0000:3b:00: {error}"));
         let left = of(&[unreadable(1, None)], &["0000:1b:00", "0000:5e:00"], 0);
@@ -75,6 +88,8 @@ mod tests {
         let one_of = of(&[unreadable(1, None)], &["0000:1b:00"], 1);
         assert_eq!(one_of, format!("GPU 1, which is one of those at 0000:3b:00, 0000:5e:00: {error}"));
         let unknown = described(&[unreadable(1, None)], &read(&[]), 0, &folder.path().join("none"));
-        assert_eq!(unknown, [format!("GPU 1: {error}")]);
+        assert_eq!((&unknown[0].pci_address, texts(unknown.clone())), (&None, vec![format!("GPU 1: {error}")]));
+        let derived = described(&[unreadable(1, None)], &read(&["0000:1b:00", "0000:5e:00"]), 0, folder.path());
+        assert_eq!(derived[0].pci_address.as_deref(), Some("0000:3b:00"));
     }
 }

@@ -29,6 +29,12 @@ pub struct FindingKey {
     pub code: String,
 }
 
+/// The name of a GPU that the driver has never named, by its PCI address. For a control plane, it is a GPU of the machine that is not listed.
+#[must_use]
+pub fn name_of_place(pci_address: &str) -> String {
+    format!("PCI-{pci_address}")
+}
+
 /// A condition that a probe observes at this moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
@@ -222,7 +228,31 @@ impl FindingLog {
     /// Records the PCI address of a GPU. An earlier one, of the slot that it had before a boot, is forgotten: another GPU may have it.
     pub fn set_address(&mut self, pci_address: &str, uuid: &str) {
         self.state.addresses.retain(|address, known| known != uuid || address == pci_address);
-        self.state.addresses.insert(pci_address.to_owned(), uuid.to_owned());
+        if self.state.addresses.insert(pci_address.to_owned(), uuid.to_owned()).is_none() {
+            self.name_events(&name_of_place(pci_address), uuid);
+        }
+    }
+
+    /// What occurred on a GPU before it was named has its name from here on.
+    fn name_events(&mut self, place: &str, uuid: &str) {
+        let is_of_place =
+            |tracked: &mut Tracked| tracked.kind == Kind::Event && tracked.finding.gpu_uuid.as_deref() == Some(place);
+        let events: Vec<_> = self.state.findings.extract_if(.., is_of_place).collect();
+        for Tracked { finding, .. } in events {
+            let gpu_uuid = Some(uuid.to_owned());
+            let is_known = |known: &&mut Tracked| {
+                (&known.finding.probe, &known.finding.code) == (&finding.probe, &finding.code)
+                    && known.finding.gpu_uuid == gpu_uuid
+            };
+            match self.state.findings.iter_mut().find(is_known) {
+                Some(known) => known.finding.count = known.finding.count.saturating_add(finding.count),
+                None => self.state.findings.push(Tracked {
+                    finding: Finding { gpu_uuid, ..finding },
+                    kind: Kind::Event,
+                    state: None,
+                }),
+            }
+        }
     }
 
     /// Notes the active NVLinks of a GPU. Returns those that were active in this boot and are not.
@@ -406,6 +436,21 @@ mod tests {
         assert_eq!(log.addresses()["GPU-1"], "0000:1b:00");
         log.set_address("0000:1b:00", "GPU-2");
         assert_eq!((log.gpu_at("0000:1b:00"), log.gpu_at("0000:5e:00")), (Some("GPU-2"), None));
+    }
+
+    #[test]
+    fn event_of_a_gpu_that_was_not_named_yet_is_of_that_gpu_once_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        let at_place = |code: &str| FindingKey { gpu_uuid: Some(name_of_place("0000:3b:00")), ..xid(code) };
+        log.note_event(&at_place("79"), occurred(1, 0));
+        log.note_event(&at_place("31"), occurred(2, 0));
+        log.note_event(&xid("31"), occurred(1, 10));
+        log.set_address("0000:5e:00", "GPU-2");
+        assert!(log.report().iter().any(|it| it.gpu_uuid.as_deref() == Some("PCI-0000:3b:00")));
+        log.set_address("0000:3b:00", "GPU-1");
+        let named: Vec<_> = log.report().into_iter().map(|it| (it.gpu_uuid.unwrap(), it.code, it.count)).collect();
+        assert_eq!(named, [("GPU-1".into(), "31".into(), 3), ("GPU-1".into(), "79".into(), 1)]);
     }
 
     #[test]

@@ -6,8 +6,8 @@ use chrono::{DateTime, Utc};
 use wire::heartbeat::{Alert, Classification, HealthLevel, HealthReport};
 use wire::inventory::GpuInfo;
 
-use super::finding_log::Condition;
-use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault};
+use super::finding_log::{self, Condition};
+use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault, UnreadableGpu};
 
 /// This many consecutive surveys without an answer are a fault. Fewer are a transient failure of the driver: as a fault they would stop the
 /// charge of its allocations from then on to their end.
@@ -118,7 +118,7 @@ impl GpuMonitor {
                     }
                 }
                 let listed: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).collect();
-                (listed, survey.unreadable.clone())
+                (listed, survey.unreadable.iter().map(|gpu| gpu.why.clone()).collect())
             }
             Err(error) => (Vec::new(), vec![error.to_string()]),
         };
@@ -150,10 +150,10 @@ impl GpuMonitor {
             self.last.iter().filter(|gpu| listed.iter().all(|read| read.uuid != gpu.uuid)).cloned().collect();
         let mut health = self.missing(&self.last.clone(), now);
         let mut conditions = missing_conditions(&health, 0);
-        match survey.err() {
-            Some(error) => conditions.push(unreadable.condition_of_driver(error)),
-            None if unreadable.is_fault() => conditions.extend(self.unreadable_gpus(&silent, &reasons)),
-            None => {}
+        match survey {
+            Err(error) => conditions.push(unreadable.condition_of_driver(error)),
+            Ok(survey) if unreadable.is_fault() => conditions.extend(self.silent_gpus(&silent, survey, why)),
+            Ok(_) => {}
         }
         let harms_tenants = survey.err().is_none_or(|error| !is_of_this_process(error));
         health.status = health.status.max(unreadable.status(harms_tenants));
@@ -168,10 +168,6 @@ impl GpuMonitor {
         let missing = |gpu: &&GpuInfo| !has.iter().any(|other| other.uuid == gpu.uuid);
         let Self { had, missing_since: since, addresses, .. } = self;
         since.retain(|uuid, _| had.iter().filter(missing).any(|gpu| gpu.uuid == *uuid));
-        let message = |gpu: &GpuInfo| {
-            let place = addresses.get(&gpu.uuid).map(|address| format!(" at {address}")).unwrap_or_default();
-            format!("the driver no longer lists GPU {} ({}){place}", gpu.index, gpu.model)
-        };
         let alerts: Vec<Alert> = had
             .iter()
             .filter(missing)
@@ -180,41 +176,67 @@ impl GpuMonitor {
                 target: gpu.uuid.clone(),
                 since: *since.entry(gpu.uuid.clone()).or_insert(now),
                 classifications: vec![Classification::PreventAllocation, Classification::BillingCredit],
-                message: message(gpu),
+                message: unlisted(gpu, addresses.get(&gpu.uuid)),
                 tenant_message: "A GPU of this node has failed.".to_owned(),
             })
             .collect();
         HealthReport { status: if alerts.is_empty() { HealthLevel::Ok } else { HealthLevel::Critical }, alerts }
     }
 
-    /// Each GPU that alone could not be read, with the driver's error of its address. One that was never read has no name: then its error is a
-    /// finding of a GPU that nothing names.
-    fn unreadable_gpus(&self, silent: &[GpuInfo], reasons: &[String]) -> Vec<Condition> {
-        let mut of_no_gpu: Vec<&String> = reasons.iter().collect();
-        let mut conditions = Vec::new();
-        let of_its_address = |gpu: &GpuInfo, reasons: &[&String]| {
-            let address = self.addresses.get(&gpu.uuid)?;
-            reasons.iter().position(|why| why.contains(address.as_str()))
+    /// Each GPU that alone could not be read, with the driver's error of its address, and each that is absent beside them. One that was never
+    /// read has the name of its place: it is a fault of that GPU alone.
+    fn silent_gpus(&self, silent: &[GpuInfo], survey: &GpuSurvey, why: &str) -> Vec<Condition> {
+        let mut left: Vec<&UnreadableGpu> = survey.unreadable.iter().collect();
+        let (mut conditions, mut absent) = (Vec::new(), Vec::new());
+        let address_of = |gpu: &GpuInfo| self.addresses.get(&gpu.uuid);
+        let is_it = |gpu: &GpuInfo, read: &UnreadableGpu| {
+            address_of(gpu).is_some_and(|address| read.pci_address.as_ref() == Some(address))
         };
-        let (named, others): (Vec<_>, Vec<_>) =
-            silent.iter().partition(|gpu| of_its_address(gpu, &of_no_gpu).is_some());
-        for gpu in named.into_iter().chain(others) {
-            let address = self.addresses.get(&gpu.uuid);
-            let its_own = of_its_address(gpu, &of_no_gpu);
-            let why = if of_no_gpu.is_empty() { None } else { Some(of_no_gpu.remove(its_own.unwrap_or(0))) };
-            let why = why.or_else(|| reasons.last()).map_or("", String::as_str);
-            let detail = match address.filter(|address| !why.contains(address.as_str())) {
+        let may_be_it = |gpu: &GpuInfo, read: &UnreadableGpu| address_of(gpu).is_none() || read.pci_address.is_none();
+        let (placed, others): (Vec<_>, Vec<_>) =
+            silent.iter().partition(|gpu| survey.unreadable.iter().any(|read| is_it(gpu, read)));
+        for gpu in placed.into_iter().chain(others) {
+            let found = left.iter().position(|read| is_it(gpu, read));
+            let found = found.or_else(|| left.iter().position(|read| may_be_it(gpu, read)));
+            let why = match found.map(|position| left.remove(position)) {
+                Some(read) => read.why.as_str(),
+                // All of them are awaited.
+                None if survey.unreadable.is_empty() => why,
+                None => {
+                    absent.push(gpu);
+                    continue;
+                }
+            };
+            let detail = match address_of(gpu).filter(|address| !why.contains(address.as_str())) {
                 Some(address) => format!("GPU at {address}: {why}"),
                 None => why.to_owned(),
             };
             conditions.push(Condition::of_gpu(&gpu.uuid, "gpu", "unreadable", detail));
         }
-        if !of_no_gpu.is_empty() {
-            let whys = of_no_gpu.into_iter().map(String::as_str).collect::<Vec<_>>().join("; ");
-            conditions.push(Condition::of_machine("gpu", "unreadable", whys));
-        }
+        let code = absence(survey.lost, absent.len());
+        conditions.extend(
+            absent.into_iter().map(|gpu| Condition::of_gpu(&gpu.uuid, "gpu", code, unlisted(gpu, address_of(gpu)))),
+        );
+        conditions.extend(left.into_iter().map(|read| {
+            let name = match &read.pci_address {
+                Some(address) => finding_log::name_of_place(address),
+                None => format!("INDEX-{}", read.index),
+            };
+            Condition::of_gpu(&name, "gpu", "unreadable", read.why.as_str())
+        }));
         conditions
     }
+}
+
+/// What is said of a GPU that was there and is not.
+fn unlisted(gpu: &GpuInfo, pci_address: Option<&String>) -> String {
+    let place = pci_address.map(|address| format!(" at {address}")).unwrap_or_default();
+    format!("the driver no longer lists GPU {} ({}){place}", gpu.index, gpu.model)
+}
+
+/// The code of so many absent GPUs. The driver does not name a GPU that is lost: where as many are lost as are absent, they are these.
+fn absence(lost: u32, absent: usize) -> &'static str {
+    if usize::try_from(lost).is_ok_and(|lost| lost == absent) { "lost" } else { "missing" }
 }
 
 /// True where the error is about the agent's own process, and says nothing about programs that use the GPUs.
@@ -264,9 +286,9 @@ impl Unreadable {
     }
 }
 
-/// The missing GPUs as conditions. The driver does not name a GPU that is lost: where as many are lost as are missing, they are these.
+/// The missing GPUs as conditions.
 fn missing_conditions(health: &HealthReport, lost: u32) -> Vec<Condition> {
-    let code = if usize::try_from(lost).is_ok_and(|lost| lost == health.alerts.len()) { "lost" } else { "missing" };
+    let code = absence(lost, health.alerts.len());
     health.alerts.iter().map(|alert| Condition::of_gpu(&alert.target, "gpu", code, alert.message.as_str())).collect()
 }
 
@@ -298,6 +320,12 @@ mod tests {
             condition: GpuCondition::default(),
         };
         GpuSurvey { gpus: gpus.iter().map(gpu).collect(), ..GpuSurvey::default() }
+    }
+
+    fn unreadable(index: u32, pci_address: Option<&str>, error: &str) -> UnreadableGpu {
+        let place = pci_address.map(|address| format!(" at {address}")).unwrap_or_default();
+        let why = format!("GPU {index}{place}: {error}");
+        UnreadableGpu { index, pci_address: pci_address.map(str::to_owned), why }
     }
 
     fn codes(presence: &Presence) -> Vec<String> {
@@ -338,7 +366,7 @@ mod tests {
     fn gpu_that_does_not_come_back_with_a_boot_is_missing_and_a_replaced_one_is_not() {
         let had = [gpu(0), gpu(1)];
         let mut monitor = GpuMonitor::of_earlier_boot(&had);
-        let partial = GpuSurvey { unreadable: vec!["GPU 1: an unknown error".into()], ..survey(&had[..1]) };
+        let partial = GpuSurvey { unreadable: vec![unreadable(1, None, "an unknown error")], ..survey(&had[..1]) };
         let found = monitor.assess(Ok(&partial), Utc::now());
         assert_eq!((found.gpus.len(), monitor.is_of_this_boot()), (2, false), "one of them cannot be read yet");
         for _ in 1..UNREADABLE_SURVEYS {
@@ -472,19 +500,40 @@ mod tests {
         let had = [gpu(0), gpu(1), gpu(2)];
         let addresses = [("GPU-1", "0000:3b:00"), ("GPU-2", "0000:5e:00")].map(|(a, b)| (a.to_owned(), b.to_owned()));
         let mut monitor = GpuMonitor::of(&had).at(addresses.into());
-        let details = |monitor: &mut GpuMonitor, unreadable: &[&str]| {
-            let unreadable = unreadable.iter().map(|it| (*it).to_owned()).collect();
+        let details = |monitor: &mut GpuMonitor, unreadable: Vec<UnreadableGpu>| {
             let partial = GpuSurvey { unreadable, ..survey(&[gpu(0)]) };
             let found = (0..3).map(|_| monitor.assess(Ok(&partial), Utc::now())).last().unwrap();
-            let detail = |it: &Condition| format!("{}: {}", it.key.gpu_uuid.as_deref().unwrap_or("one"), it.detail);
+            let detail = |it: &Condition| format!("{}: {}", it.key.gpu_uuid.as_deref().unwrap_or("machine"), it.detail);
             found.conditions.iter().map(detail).collect::<Vec<_>>()
         };
-        let found = details(&mut monitor, &["GPU 1 at 0000:5e:00: b", "GPU 2 at 0000:3b:00: a"]);
-        assert_eq!(found, ["GPU-1: GPU 2 at 0000:3b:00: a", "GPU-2: GPU 1 at 0000:5e:00: b"]);
-        let found = details(&mut monitor, &["GPU 1: a", "GPU 2: b"]);
+        let at = |index, address| unreadable(index, Some(address), "e");
+        let found = details(&mut monitor, vec![at(1, "0000:5e:00"), at(2, "0000:3b:00")]);
+        assert_eq!(found, ["GPU-1: GPU 2 at 0000:3b:00: e", "GPU-2: GPU 1 at 0000:5e:00: e"]);
+        let found = details(&mut monitor, vec![unreadable(1, None, "a"), unreadable(2, None, "b")]);
         assert_eq!(found, ["GPU-1: GPU at 0000:3b:00: GPU 1: a", "GPU-2: GPU at 0000:5e:00: GPU 2: b"]);
         let mut new = GpuMonitor::of(&[gpu(0)]);
-        assert_eq!(details(&mut new, &["GPU 1 at 0000:3b:00: a"]), ["one: GPU 1 at 0000:3b:00: a"]);
+        let found = details(&mut new, vec![at(1, "0000:3b:00"), unreadable(2, None, "b")]);
+        assert_eq!(found, ["PCI-0000:3b:00: GPU 1 at 0000:3b:00: e", "INDEX-2: GPU 2: b"]);
+        // What the driver says of one GPU is said of no other.
+        let found = details(&mut monitor, vec![at(1, "0000:3b:00"), at(3, "0000:9a:00")]);
+        let absent = "GPU-2: the driver no longer lists GPU 2 (H100) at 0000:5e:00";
+        assert_eq!(found, ["GPU-1: GPU 1 at 0000:3b:00: e", absent, "PCI-0000:9a:00: GPU 3 at 0000:9a:00: e"]);
+    }
+
+    #[test]
+    fn gpu_that_falls_off_the_bus_beside_one_that_was_never_read_is_lost() {
+        let mut monitor = GpuMonitor::of(&[]);
+        let never_read = |gpus: &[GpuInfo], lost| GpuSurvey {
+            unreadable: vec![unreadable(2, Some("0000:5e:00"), "e")],
+            lost,
+            ..survey(gpus)
+        };
+        for _ in 0..3 {
+            let _ = monitor.assess(Ok(&never_read(&[gpu(0), gpu(1)], 0)), Utc::now());
+        }
+        monitor.addresses = BTreeMap::from([("GPU-1".to_owned(), "0000:3b:00".to_owned())]);
+        let found = monitor.assess(Ok(&never_read(&[gpu(0)], 1)), Utc::now());
+        assert_eq!(codes(&found), ["gpu/lost GPU-1", "gpu/unreadable PCI-0000:5e:00"]);
     }
 
     #[test]
@@ -492,7 +541,7 @@ mod tests {
         let had = [gpu(0), gpu(1), gpu(2)];
         let mut monitor = GpuMonitor::of(&had);
         let partial = GpuSurvey {
-            unreadable: vec!["GPU 1: an unknown error".into()],
+            unreadable: vec![unreadable(1, None, "an unknown error")],
             ..survey(&[gpu(0), GpuInfo { index: 2, ..gpu(2) }])
         };
         for _ in 0..2 {

@@ -204,7 +204,7 @@ mod tests {
     use wire::inventory::{GpuInfo, GpuTopology};
 
     use super::*;
-    use crate::gpu_probe::{GpuCondition, SurveyedGpu};
+    use crate::gpu_probe::{GpuCondition, SurveyedGpu, UnreadableGpu};
 
     fn survey(uuids: &[&str]) -> GpuSurvey {
         let gpu = |uuid: &&str| {
@@ -228,7 +228,8 @@ mod tests {
         assert_eq!(count(survey(&["a", "b"]), &[]), 2);
         assert_eq!(count(survey(&["a", "b"]), &["b", "c", "c"]), 3, "one is held or stored, and not listed");
         assert_eq!(count(GpuSurvey { lost: 1, ..survey(&["a", "b"]) }, &[]), 3, "lost since the agent is installed");
-        let unread = GpuSurvey { unreadable: vec!["999".into()], lost: 1, ..survey(&["a", "b"]) };
+        let unreadable = vec![UnreadableGpu { index: 2, pci_address: None, why: "999".into() }];
+        let unread = GpuSurvey { unreadable, lost: 1, ..survey(&["a", "b"]) };
         assert_eq!(count(unread, &["c", "d"]), 4, "they are the same ones");
         assert_eq!(count(GpuSurvey::default(), &["a", "b"]), 2, "the driver does not answer");
     }

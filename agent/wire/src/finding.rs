@@ -19,7 +19,8 @@ pub const MAX_FINDING_NAME: usize = 32;
 pub struct Finding {
     /// What found it: `xid`, `row_remap`, `driver`, … The control plane's table of findings has all of them.
     pub probe: String,
-    /// The UUID of the GPU. Absent where it concerns the machine, or a GPU that the agent cannot name.
+    /// The UUID of the GPU, or the PCI address of one that the driver has never named (`PCI-0000:3b:00`). Absent where it concerns the machine, or
+    /// one of the GPUs and nothing says which.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_uuid: Option<String>,
     /// What was found, such as the number of an Xid.

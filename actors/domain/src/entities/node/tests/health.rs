@@ -201,6 +201,21 @@ fn missing_gpu_is_a_fault_of_that_gpu_and_no_drift() {
 }
 
 #[test]
+fn gpu_that_the_agent_has_never_read_withholds_no_other_and_is_no_drift() {
+    let of_place = |probe: &str, code: &str| {
+        let found = found(probe, code, Some(0));
+        ReportedFinding { gpu_uuid: Some("PCI-0000:3b:00".into()), ..found }
+    };
+    let mut without = inventory(GPUS);
+    without.gpus.remove(3);
+    let story = without_repair().active();
+    let findings = vec![of_place("gpu", "unreadable"), of_place("xid", "79")];
+    let short = story.clone().agent(report_of(findings, story.now, without)).expect("active");
+    assert_eq!((short.node.gpus_free(), short.faults()), (GPUS - 1, vec![]));
+    short.after_fact(reserve(TENANT, GPUS - 1));
+}
+
+#[test]
 fn meter_stops_at_the_time_of_the_fault_by_the_control_planes_clock() {
     // The machine's clock is an hour behind; it reports a fault of ten seconds ago.
     let story = node().active().ready().after(TimeDelta::seconds(100));
