@@ -20,7 +20,7 @@ use uuid::Uuid;
 use wire::Verifiers;
 use wire::cleanup_proof::FindingOutcome;
 use wire::heartbeat::PollSettings;
-use wire::inventory::NodeInventory;
+use wire::inventory::{ExecutorKind, NodeInventory};
 
 use crate::agent_update::AgentUpdates;
 use crate::atomic_file::{self, FileError};
@@ -41,7 +41,7 @@ use crate::sandbox::Sandbox;
 use crate::server_clock::{self, ServerClock};
 use crate::service_manager::ServiceManager;
 use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
-use crate::ssh::{self, SshError, Sshd};
+use crate::ssh::{self, TenantAccess};
 use crate::system_executor::loopback_guard::LoopbackGuard;
 use crate::system_executor::{self, System, bus_policy, private_tmp};
 use crate::task_journal::{Journal, JournalError};
@@ -110,8 +110,6 @@ pub enum Fatal {
     Client(#[from] ClientError),
     #[error(transparent)]
     Journal(#[from] JournalError),
-    #[error("tenants cannot log in by SSH")]
-    Ssh(#[from] SshError),
     #[error("{left} of the tenants on this machine could not be removed; the log says what is left of each")]
     TenantsRemain { left: usize },
 }
@@ -135,8 +133,7 @@ impl Fatal {
             | Self::Store(_)
             | Self::Identity(_)
             | Self::Client(_)
-            | Self::Journal(_)
-            | Self::Ssh(_) => 1,
+            | Self::Journal(_) => 1,
         })
     }
 
@@ -162,7 +159,6 @@ impl Fatal {
             Self::Identity(_) => "identity",
             Self::Client(_) => "client",
             Self::Journal(_) => "journal",
-            Self::Ssh(_) => "ssh",
             Self::TenantsRemain { .. } => "tenants_remain",
         }
     }
@@ -298,15 +294,19 @@ pub async fn run_with(
     let identities = IdentityStore::new(&config);
     let recovery_key = identities.recovery_key()?;
     let mut verifiers = identities.verifiers(&config.verifier_set)?;
-    let sshd = match config.system.as_ref().and_then(|settings| Some((settings, settings.ssh_listen?))) {
-        Some((settings, listen)) => Some(Sshd::prepare(&config.state_dir, &settings.keys, listen)?),
-        None => None,
-    };
+    let own_sshd = config.system.as_ref().and_then(|settings| Some((settings, settings.ssh_listen?)));
+    let tenant_access =
+        own_sshd.map(|(settings, listen)| TenantAccess::open(&config.state_dir, &settings.keys, listen));
     let (lister, source) = (Arc::clone(&gpus), gpus.source());
     let listed = tokio::task::spawn_blocking(move || lister.list()).await;
     let listed = listed.ok().and_then(Result::ok).unwrap_or_default();
     let tenant_devices = config.system.as_ref().map_or(&[][..], |settings| &settings.tenant_devices);
-    let mut readings = InventoryReadings::new(executor.kind(), &config.state_dir, tenant_devices);
+    let public_host_key = match executor.kind() {
+        ExecutorKind::System => Some(ssh::public_host_key(&config.state_dir, tenant_access.is_some())),
+        // Tenants of the sandbox are not users of the machine.
+        ExecutorKind::Sandbox => None,
+    };
+    let mut readings = InventoryReadings::new(public_host_key, tenant_devices);
     readings.read().await;
     // The version of the driver is in the first heartbeat.
     let inventory = readings.inventory(listed, (source, None), executor.kind());
@@ -370,7 +370,7 @@ pub async fn run_with(
         executor,
         gpu_resetter: Arc::new(gpu_resetter),
         validator: Arc::new(validator),
-        sshd,
+        tenant_access,
         journal,
         session: RwLock::new(Session { api, identity, since: Instant::now() }),
         verifiers: Mutex::new(verifiers),
@@ -420,7 +420,8 @@ struct Agent {
     executor: Arc<dyn Executor>,
     gpu_resetter: Arc<GpuResetter>,
     validator: Arc<Validator>,
-    sshd: Option<Sshd>,
+    /// `None` where the machine's own sshd admits tenants.
+    tenant_access: Option<TenantAccess>,
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
@@ -489,8 +490,8 @@ impl Agent {
     }
 
     async fn run_sshd(&self) {
-        if let Some(sshd) = &self.sshd {
-            sshd.run(&self.stop).await;
+        if let Some(access) = &self.tenant_access {
+            access.run(&self.stop).await;
         }
     }
 

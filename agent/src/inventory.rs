@@ -23,8 +23,8 @@ const MAX_SYSTEM_TEXT: u64 = 128;
 /// The readings of the hardware, the software and the load. Each has a thread of its own: what does not answer is as it was before, and
 /// unknown where it never answered.
 pub struct InventoryReadings {
-    /// Where the agent's own sshd has its keys; `None` where tenants do not log in by SSH.
-    ssh_state: Option<PathBuf>,
+    /// The public key of the sshd that admits tenants; `None` where they do not log in by SSH.
+    public_host_key: Option<PathBuf>,
     system: BoundedReading<SystemInventory>,
     ssh_host_key: BoundedReading<Option<String>>,
     load: BoundedReading<SystemLoad>,
@@ -71,16 +71,11 @@ struct SystemLoad {
 }
 
 impl InventoryReadings {
-    /// Of this machine, whose agent has its state in this folder, and gives its tenants these device nodes beside their GPUs.
+    /// Of this machine, whose tenants are admitted by an sshd with this public key, if by any, and get these device nodes beside their GPUs.
     #[must_use]
-    pub fn new(executor: ExecutorKind, state_dir: &Path, tenant_devices: &[PathBuf]) -> Self {
-        let ssh_state = match executor {
-            // Tenants of the sandbox are not users of the machine.
-            ExecutorKind::Sandbox => None,
-            ExecutorKind::System => Some(state_dir.to_owned()),
-        };
+    pub fn new(public_host_key: Option<PathBuf>, tenant_devices: &[PathBuf]) -> Self {
         Self {
-            ssh_state,
+            public_host_key,
             system: BoundedReading::of("the system's name, processors, memory and machine id"),
             ssh_host_key: BoundedReading::of("the host key of SSH"),
             load: BoundedReading::of("the load of processors and memory"),
@@ -93,10 +88,10 @@ impl InventoryReadings {
 
     /// Reads all of it. Takes no longer than a moment, whatever does not answer.
     pub async fn read(&mut self) {
-        let (meter, ssh_state) = (Arc::clone(&self.meter), self.ssh_state.clone());
+        let (meter, host_key) = (Arc::clone(&self.meter), self.public_host_key.clone());
         let (system, ssh_host_key, load, space) = tokio::join!(
             self.system.read(read_system),
-            self.ssh_host_key.read(move || ssh_state.and_then(|folder| ssh::host_key_fingerprint(&folder))),
+            self.ssh_host_key.read(move || host_key.and_then(|public| ssh::host_key_fingerprint(&public))),
             self.load.read(move || meter.read()),
             self.storage.read(),
         );
@@ -221,8 +216,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_inventory_of_this_machine_is_plausible() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut readings = InventoryReadings::new(ExecutorKind::Sandbox, folder.path(), &[PathBuf::from("/dev/fuse")]);
+        let mut readings = InventoryReadings::new(None, &[PathBuf::from("/dev/fuse")]);
         let unread = readings.inventory(Vec::new(), (GpuSource::None, None), ExecutorKind::Sandbox);
         assert_eq!((unread.hostname.as_str(), unread.cpu_cores, unread.system), ("unknown", 0, None));
         readings.read().await;

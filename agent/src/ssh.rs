@@ -16,6 +16,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -31,10 +32,13 @@ use tracing::{info, warn};
 use crate::atomic_file::{self, FileError};
 use crate::bounded_tool::{Tool, ToolError};
 use crate::chain;
-use crate::full_jitter::Backoff;
 use crate::process_attributes;
 use crate::service_manager;
 use crate::system_executor::private_tmp;
+
+mod tenant_access;
+
+pub use tenant_access::TenantAccess;
 
 /// The machine's own host key.
 const MACHINE_HOST_KEY: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
@@ -47,8 +51,10 @@ const PAM: &str = "/etc/pam.d";
 /// The beginning of the names of agents' services.
 const PAM_SERVICE: &str = "gpuaas-sshd-";
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
-const BACKOFF_BASE: Duration = Duration::from_millis(500);
-const BACKOFF_MAX: Duration = Duration::from_secs(30);
+/// An sshd that has run for so long listens: it ends at once where it cannot.
+const STARTED_AFTER: Duration = Duration::from_secs(1);
+/// How long its last line may be on its way after its end.
+const LAST_LINE_WAIT: Duration = Duration::from_millis(200);
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a program may take that makes a key or reads the configuration.
 const TOOL_LIMIT: Duration = Duration::from_secs(30);
@@ -317,44 +323,38 @@ impl Sshd {
         )
     }
 
-    /// Keeps sshd running until `stop` is cancelled.
-    pub async fn run(&self, stop: &CancellationToken) {
-        let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
-        while !stop.is_cancelled() {
-            let ended = match self.command().spawn() {
-                Ok(mut sshd) => {
-                    info!("tenants can log in by SSH");
-                    if let Some(stderr) = sshd.stderr.take() {
-                        // Reads until the last holder has closed it: the connections outlive the listener.
-                        tokio::spawn(log(stderr));
-                    }
-                    let began = std::time::Instant::now();
-                    let ended = tokio::select! {
-                        ended = sshd.wait() => ended.map(|status| status.to_string()),
-                        () = stop.cancelled() => {
-                            self.end_previous_listener();
-                            let _ = tokio::time::timeout(END_TIMEOUT, sshd.wait()).await;
-                            if let Some(service) = &self.service {
-                                let _ = atomic_file::remove(&PamService::path(&service.name));
-                            }
-                            return;
-                        }
-                    };
-                    if began.elapsed() > BACKOFF_MAX {
-                        backoff.reset();
-                    }
-                    ended
-                }
-                Err(error) => Err(error),
-            };
-            let why = ended.unwrap_or_else(|error| error.to_string());
-            let pause = backoff.next(rand::random(), None);
-            warn!(error_code = "sshd_ended", error = why, "tenants cannot log in by SSH; trying again");
+    /// Runs it until it ends, and returns why; `None` where `stop` is cancelled. `on_listening` is called once tenants can log in.
+    async fn serve(&self, stop: &CancellationToken, on_listening: impl Fn()) -> Option<String> {
+        let mut sshd = match self.command().spawn() {
+            Ok(sshd) => sshd,
+            Err(error) => return Some(error.to_string()),
+        };
+        let last_line = Arc::new(Mutex::default());
+        // Reads until the last holder has closed it: the connections outlive the listener.
+        let logging = sshd.stderr.take().map(|stderr| tokio::spawn(log(stderr, Arc::clone(&last_line))));
+        let (started, mut is_listening) = (tokio::time::sleep(STARTED_AFTER), false);
+        tokio::pin!(started);
+        let ended = loop {
             tokio::select! {
-                () = tokio::time::sleep(pause) => {}
-                () = stop.cancelled() => return,
+                ended = sshd.wait() => break ended,
+                () = stop.cancelled() => {
+                    self.end_previous_listener();
+                    let _ = tokio::time::timeout(END_TIMEOUT, sshd.wait()).await;
+                    return None;
+                }
+                () = &mut started, if !is_listening => {
+                    is_listening = true;
+                    info!("tenants can log in by SSH");
+                    on_listening();
+                }
             }
+        };
+        let ended = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+        if let Some(logging) = logging {
+            let _ = tokio::time::timeout(LAST_LINE_WAIT, logging).await;
         }
+        let last_line = last_line.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Some(if last_line.is_empty() { ended } else { format!("{ended}: {last_line}") })
     }
 
     fn command(&self) -> Command {
@@ -376,10 +376,11 @@ impl Sshd {
 }
 
 /// Logs sshd's messages: logins, refused logins, and errors.
-async fn log(stderr: impl AsyncRead + Unpin) {
+async fn log(stderr: impl AsyncRead + Unpin, last_line: Arc<Mutex<String>>) {
     let mut stderr = BufReader::new(stderr);
     while let Some(line) = line(&mut stderr).await {
         info!(line, "sshd");
+        *last_line.lock().unwrap_or_else(PoisonError::into_inner) = line;
     }
 }
 
@@ -430,14 +431,16 @@ fn end_listener(pid_file: &Path, config: &Path) {
     let _ = atomic_file::remove(pid_file);
 }
 
-/// The host key of the sshd that admits tenants of an agent with this state folder, in the form that SSH clients show; `None` if there is
-/// none.
+/// The public host key of the sshd that admits tenants of an agent with this state folder: its own, where it `has_own`, or the machine's.
 #[must_use]
-pub fn host_key_fingerprint(state_dir: &Path) -> Option<String> {
-    let folder = state_dir.join("ssh");
-    let has_own = folder.join("host_key").exists();
-    let path = if has_own { folder.join("host_key.pub") } else { PathBuf::from(MACHINE_HOST_KEY) };
-    fingerprint(&fs::read_to_string(path).ok()?)
+pub fn public_host_key(state_dir: &Path, has_own: bool) -> PathBuf {
+    if has_own { state_dir.join("ssh/host_key.pub") } else { PathBuf::from(MACHINE_HOST_KEY) }
+}
+
+/// A public key in the form that SSH clients show; `None` if there is none.
+#[must_use]
+pub fn host_key_fingerprint(public_key: &Path) -> Option<String> {
+    fingerprint(&fs::read_to_string(public_key).ok()?)
 }
 
 /// OpenSSH's `SHA256:` form of a public key in its text form.
@@ -498,7 +501,7 @@ mod tests {
         let made = || {
             sshd.make_host_key().unwrap();
             let private = Tool::new("ssh-keygen").args(["-y", "-f"]).arg(sshd.host_key()).run(TOOL_LIMIT).unwrap();
-            assert_eq!(host_key_fingerprint(state.path()), fingerprint(&private));
+            assert_eq!(host_key_fingerprint(&public_host_key(state.path(), true)), fingerprint(&private));
             fingerprint(&private).unwrap()
         };
         let first = made();
@@ -520,7 +523,7 @@ mod tests {
             assert_eq!(fs::read(sshd.folder.join("host_key.unreadable")).unwrap(), torn);
         }
         fs::remove_file(sshd.public_host_key()).unwrap();
-        assert_eq!(host_key_fingerprint(state.path()), None, "not that of the machine's own key");
+        assert_eq!(host_key_fingerprint(&public_host_key(state.path(), true)), None);
     }
 
     #[test]

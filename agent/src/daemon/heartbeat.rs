@@ -16,8 +16,10 @@ use crate::bounded_reading::{BoundedReading, Reading};
 use crate::chain;
 use crate::full_jitter::Backoff;
 use crate::health::HealthMonitor;
+use crate::health::finding_log::Condition;
 use crate::identity::IdentityError;
 use crate::inventory::InventoryReadings;
+use crate::ssh::TenantAccess;
 use crate::unproved_gpus;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
@@ -114,6 +116,8 @@ impl Agent {
         known.extend(unproved_gpus::conditions(&self.executor.unproved_gpus()));
         known.extend(self.executor.unbounded_tenants());
         known.extend(self.journal.condition());
+        let unavailable = self.tenant_access.as_ref().and_then(TenantAccess::unavailable);
+        known.extend(unavailable.map(|why| Condition::of_machine("ssh", "unavailable", why)));
         let observed = monitor.observe(&self.gpus, &self.clock, known).await;
         let node_ca_bundle_fingerprint = self.authorities(readings).await;
         let (source, executor) = (self.gpus.source(), self.executor.kind());

@@ -97,8 +97,20 @@ impl FindingRule {
 }
 
 /// The probes whose findings are about the machine.
-const MACHINE_PROBES: &[&str] =
-    &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "reading", "package", "privilege", "sxid", "limits"];
+const MACHINE_PROBES: &[&str] = &[
+    "driver",
+    "fabric",
+    "disk",
+    "memory",
+    "clock",
+    "kernel_log",
+    "reading",
+    "package",
+    "privilege",
+    "sxid",
+    "limits",
+    "ssh",
+];
 /// The probe whose findings an administrator accepts by clearing them: the agent then compares with what they are about (decision 0057).
 pub const PRIVILEGE_PROBE: &str = "privilege";
 
@@ -143,6 +155,7 @@ const MACHINE_TO_LEAVE: &str =
 const YOUR_PROGRAM: &str = "A program of yours has caused an error on a GPU; the GPU works on.";
 const CONTAINED: &str = "A memory error has ended programs of yours on a GPU. The GPU works on: start them again.";
 const AFTER_A_FAULT: &str = "A program of yours was ended after an error on a GPU.";
+const NO_LOGINS: &str = "Logins by SSH do not work at the moment. A terminal does, and your programs run on.";
 const SLOWED: &str = "A GPU of your allocation is slowed down at the moment.";
 
 /// The rows: `probe code: classes, cause, repair, meaning, tenant's message;`, with the scope of each block.
@@ -291,6 +304,8 @@ table! {
         "reading" "inventory": SHOWN, SOFTWARE, None, "a part of the inventory or the load cannot be read, and is as it was before", "";
         "limits" "not_taken": SHOWN, SOFTWARE, None, "the kernel does not bound the memory or the processes of a tenant", "";
         "limits" "no_quota": SHOWN, SOFTWARE, None, "the kernel does not bound the disk space of a tenant", "";
+        // Its tenants run on, and the next one could not log in.
+        "ssh" "unavailable": WITHHELD, SOFTWARE, None, "the agent's sshd does not run: tenants cannot log in by SSH", NO_LOGINS;
 
         "package" "altered": ALTERED, SOFTWARE, None, "files of the agent's package are not those that were signed", "";
         "privilege" "sudoers": ALTERED, SOFTWARE, None, "rules of sudo were added or changed since the last clean-up", "";
