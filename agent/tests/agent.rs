@@ -27,7 +27,7 @@ use wire::cleanup_proof::CleanupReport;
 use wire::inventory::{ExecutorKind, GpuSource};
 use wire::task::{Reboot, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskStatus, UpdateAgent, sign};
 
-use fake_control_plane::spawned_agent::enrolled;
+use fake_control_plane::spawned_agent::{enrolled, enrolled_and_killed, enrolled_and_killed_at};
 use fake_control_plane::{FakeControlPlane, SpawnedAgent, TOKEN, authority, eventually};
 
 #[tokio::test]
@@ -35,15 +35,13 @@ async fn node_enrolls_provisions_and_proves_the_clean_up() {
     let (fake, folder, mut agent) = enrolled(&[]).await;
     let allocation_id = Uuid::now_v7();
     let provision = fake.provision(allocation_id);
-    fake.dispatch(&provision);
-    let made = fake.result_of(provision.task_id).await;
+    let made = fake.execute(&provision).await;
     assert_eq!(made.status, TaskStatus::Succeeded, "{made:?}");
     let home = made.output["home"].as_str().unwrap().to_owned();
     assert!(std::path::Path::new(&home).is_dir());
 
     let release = fake.release(allocation_id);
-    fake.dispatch(&release);
-    let gone = fake.result_of(release.task_id).await;
+    let gone = fake.execute(&release).await;
     assert_eq!(gone.status, TaskStatus::Succeeded, "{gone:?}");
     let recovery_key = fake.calls().recovery_key.unwrap();
     let report = CleanupReport::open(&gone.proof.unwrap(), &recovery_key).unwrap();
@@ -132,20 +130,17 @@ async fn task_of_an_unknown_type_is_answered_with_the_remedy() {
 async fn machine_is_diagnosed_and_never_rebooted_twice() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     let asked = fake.payload(Task::Diagnose {});
-    fake.dispatch(&asked);
-    let response = fake.result_of(asked.task_id).await;
+    let response = fake.execute(&asked).await;
     assert_eq!((response.status, &response.output["fitness"]["fit"]), (TaskStatus::Succeeded, &json!(true)));
 
     // The boot id differs from the task's: the reboot has happened.
     let boot_id = fake.calls().heartbeats[0].boot_id;
     let before = fake.payload(Task::Reboot(Reboot { boot_id: Uuid::now_v7() }));
-    fake.dispatch(&before);
-    let done = fake.result_of(before.task_id).await;
+    let done = fake.execute(&before).await;
     assert_eq!((done.status, &done.output["boot_id"]), (TaskStatus::Succeeded, &json!(boot_id)));
     // The agent must not reboot this machine.
     let now = fake.payload(Task::Reboot(Reboot { boot_id }));
-    fake.dispatch(&now);
-    assert_eq!(fake.result_of(now.task_id).await.error.unwrap().code, "unsupported");
+    assert_eq!(fake.execute(&now).await.error.unwrap().code, "unsupported");
     assert!(agent.has_code("unsupported"));
 }
 
@@ -155,11 +150,8 @@ async fn agent_that_no_package_installed_refuses_its_update_and_runs_on() {
     assert_eq!(fake.calls().heartbeats[0].package_digest, None);
     let digest = wire::package::Digest::of(b"new");
     let update = fake.payload(Task::UpdateAgent(UpdateAgent { digest, force: true, commit_seconds: 60 }));
-    fake.dispatch(&update);
-    assert_eq!(fake.result_of(update.task_id).await.error.unwrap().code, "update_unsupported");
-    let next = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&next);
-    assert_eq!(fake.result_of(next.task_id).await.status, TaskStatus::Succeeded);
+    assert_eq!(fake.execute(&update).await.error.unwrap().code, "update_unsupported");
+    fake.validate().await;
     assert!(agent.has_code("update_unsupported"));
 }
 
@@ -167,8 +159,7 @@ async fn agent_that_no_package_installed_refuses_its_update_and_runs_on() {
 async fn replayed_task_gets_the_stored_result_and_a_higher_attempt_is_executed() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    let first = fake.result_of(task.task_id).await;
+    let first = fake.execute(&task).await;
     fake.dispatch(&task);
     eventually(|| (fake.calls().results.len() >= 2).then_some(())).await;
     assert_eq!(fake.calls().results[1].1, first);
@@ -207,8 +198,7 @@ async fn after_kill_9_in_the_middle_of_an_effect_the_task_is_executed_when_it_is
     let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     agent.wait_for_message("polling").await;
     assert_eq!(agent.count("task started"), 0, "its tenant may be released by now");
-    fake.dispatch(&task);
-    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
+    assert_eq!(fake.execute(&task).await.status, TaskStatus::Succeeded);
     assert_eq!(agent.count("task started"), 1);
 }
 
@@ -232,8 +222,7 @@ async fn release_is_executed_while_other_tasks_take_all_slots() {
     agent.wait_for_message("task started").await;
     let (next, release) = (fake.payload(Task::Validate { load: None }), fake.release(Uuid::now_v7()));
     fake.dispatch(&next);
-    fake.dispatch(&release);
-    assert_eq!(fake.result_of(release.task_id).await.status, TaskStatus::Succeeded);
+    assert_eq!(fake.execute(&release).await.status, TaskStatus::Succeeded);
     assert!(fake.calls().results.iter().all(|result| result.0 != next.task_id), "it waits for its slot");
 }
 
@@ -243,8 +232,7 @@ async fn release_during_provisioning_waits_for_its_end() {
     let allocation_id = Uuid::now_v7();
     let (provision, release) = (fake.provision(allocation_id), fake.release(allocation_id));
     fake.dispatch(&provision);
-    fake.dispatch(&release);
-    let gone = fake.result_of(release.task_id).await;
+    let gone = fake.execute(&release).await;
     let made = fake.result_of(provision.task_id).await;
     assert!(made.finished_at <= gone.started_at);
     let home = made.output["home"].as_str().unwrap();
@@ -255,8 +243,7 @@ async fn release_during_provisioning_waits_for_its_end() {
 async fn machine_failure_is_reported_with_its_code() {
     let (fake, _folder, _agent) = enrolled(&["--simulate-failure", "release"]).await;
     let task = fake.release(Uuid::now_v7());
-    fake.dispatch(&task);
-    let failed = fake.result_of(task.task_id).await;
+    let failed = fake.execute(&task).await;
     assert_eq!(failed.status, TaskStatus::Failed);
     assert_eq!((failed.error.unwrap().code.as_str(), failed.proof), ("simulated_failure", None));
 }
@@ -344,26 +331,22 @@ async fn agent_of_a_removed_node_ends_with_its_own_exit_code() {
 
 #[tokio::test]
 async fn certificate_is_renewed_in_its_second_half_and_then_used() {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let fake = FakeControlPlane::start().await;
     // Of 120 s, 55 are over when it is issued: it is due after 5 to 17 s, and valid long enough for any machine.
     (fake.behaviour().certificate_life, fake.behaviour().backdated_by) =
         (TimeDelta::seconds(65), TimeDelta::seconds(55));
-    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
-    agent.wait_for_message("enrolled").await;
-    agent.kill_9();
+    let (folder, bundle) = enrolled_and_killed_at(&fake).await;
     let enrolled = std::fs::read(folder.path().join("etc/node.pem")).unwrap();
     let enrolled = x509_parser::pem::parse_x509_pem(&enrolled).unwrap().1.contents;
     fake.behaviour().certificate_life = TimeDelta::hours(1);
     // The lifetime of a certificate that is on the disk begins when it says so.
-    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     let is_another = |used: &Vec<u8>| *used != enrolled;
     eventually(|| fake.calls().certificates.last().is_some_and(is_another).then_some(())).await;
     assert!(fake.calls().renewals >= 1);
     assert_eq!(fake.calls().generation, 1, "it was renewed, and not recovered");
     assert!(!agent.has_code("certificate_expired"));
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    fake.result_of(task.task_id).await;
+    fake.validate().await;
 }
 
 #[tokio::test]
@@ -374,20 +357,14 @@ async fn certificate_backdated_beyond_its_lifetime_is_not_renewed_immediately() 
     let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     agent.wait_for_message("polling").await;
     for _ in 0..3 {
-        let task = fake.payload(Task::Validate { load: None });
-        fake.dispatch(&task);
-        fake.result_of(task.task_id).await;
+        fake.validate().await;
     }
     assert_eq!(fake.calls().renewals, 0, "it is due in half an hour");
 }
 
 #[tokio::test]
 async fn expired_certificate_is_recovered_with_the_spent_token_despite_a_lost_answer() {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
-    let bundle = fake.bundle(folder.path());
-    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
-    agent.wait_for_message("enrolled").await;
-    agent.kill_9();
+    let (fake, folder, bundle) = enrolled_and_killed().await;
     fake.expire_certificate(&bundle);
     fake.behaviour().lose_recovery_answers = 1;
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
@@ -404,9 +381,7 @@ async fn certificate_by_an_untrusted_authority_is_replaced_also_behind_a_proxy()
     fake.behaviour().trusted_authorities = Some(vec!["00".into()]);
     fake.behaviour().refuse_the_first_certificate = true;
     agent.wait_for_message("recovered").await;
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    fake.result_of(task.task_id).await;
+    fake.validate().await;
     let seen = fake.calls();
     assert_eq!((seen.generation, seen.recoveries.len()), (2, 1), "once, whichever of its parts was refused");
 }
@@ -421,9 +396,7 @@ async fn trusted_certificate_refused_by_a_proxy_spends_no_recovery() {
     sleep(Duration::from_secs(1)).await;
     assert_eq!(fake.calls().recoveries.len(), 0);
     fake.behaviour().refuse_the_first_certificate = false;
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    fake.result_of(task.task_id).await;
+    fake.validate().await;
     assert_eq!(fake.calls().generation, 1);
 }
 
@@ -452,9 +425,7 @@ async fn task_by_a_freshly_rotated_key_is_executed() {
     let second = SigningKey::from_bytes(&[2; 32]);
     fake.behaviour().verifier_sets = vec![FakeControlPlane::rotation(1, &second, &fake.signer)];
     fake.signer = second;
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
+    fake.validate().await;
     assert!(
         !agent.has_code("task_key_unknown"),
         "the control plane was asked before the task was taken for a stranger's"
@@ -475,11 +446,7 @@ async fn machine_without_certificate_recovers_with_a_spent_token() {
 
 #[tokio::test]
 async fn expired_certificate_without_a_token_ends_the_agent_with_the_remedy() {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
-    let bundle = fake.bundle(folder.path());
-    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
-    agent.wait_for_message("enrolled").await;
-    agent.kill_9();
+    let (fake, folder, bundle) = enrolled_and_killed().await;
     fake.expire_certificate(&bundle);
     let without = BootstrapBundle { enrollment_token: wire::SecretToken::new(""), ..bundle.clone() };
     let mut agent = SpawnedAgent::start(folder.path(), &without, &[]);
@@ -508,9 +475,7 @@ async fn rotated_task_keys_are_followed_through_the_heartbeat_and_remembered() {
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     // By then the killed agent's poll, which could receive the task, is gone too.
     agent.wait_for_message("polling").await;
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    fake.result_of(task.task_id).await;
+    fake.validate().await;
     eventually(|| (fake.calls().heartbeats.last()?.verifier_set_version == 2).then_some(())).await;
 }
 

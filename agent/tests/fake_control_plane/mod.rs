@@ -14,9 +14,12 @@ use serde_json::Value;
 use tokio::net::TcpListener;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, fingerprint};
+use wire::cleanup_proof::CleanupReport;
 use wire::finding::AcceptedFinding;
 use wire::heartbeat::Heartbeat;
-use wire::task::{DeviceRef, Provision, Release, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskResult, sign};
+use wire::task::{
+    DeviceRef, Provision, Release, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskResult, TaskStatus, sign,
+};
 use wire::verifier_set::{KeyStatus, VerifierKey};
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
 
@@ -269,6 +272,34 @@ impl FakeControlPlane {
             let seen = self.calls();
             seen.results.iter().find(|result| result.0 == task_id && result.2 == 200).map(|result| result.1.clone())
         })
+    }
+
+    /// Dispatches the task. Returns its result, once there is one.
+    #[track_caller]
+    pub fn execute(&self, payload: &TaskPayload) -> impl Future<Output = TaskResult> {
+        self.dispatch(payload);
+        self.result_of(payload.task_id)
+    }
+
+    /// Sets a tenant up.
+    pub async fn set_up(&self, allocation_id: Uuid) -> TaskResult {
+        let made = self.execute(&self.provision(allocation_id)).await;
+        assert_eq!(made.status, TaskStatus::Succeeded, "{made:?}");
+        made
+    }
+
+    /// Releases a tenant. Returns the report that its agent has signed.
+    pub async fn end(&self, allocation_id: Uuid) -> CleanupReport {
+        let gone = self.execute(&self.release(allocation_id)).await;
+        assert_eq!(gone.status, TaskStatus::Succeeded, "{gone:?}");
+        let recovery_key = self.calls().recovery_key.unwrap();
+        CleanupReport::open(&gone.proof.unwrap(), &recovery_key).unwrap()
+    }
+
+    /// The agent executes what it is sent.
+    pub async fn validate(&self) {
+        let validated = self.execute(&self.payload(Task::Validate { load: None })).await;
+        assert_eq!(validated.status, TaskStatus::Succeeded, "{validated:?}");
     }
 
     pub fn bundle(&self, folder: &Path) -> BootstrapBundle {

@@ -135,6 +135,28 @@ pub async fn enrolled_at(fake: FakeControlPlane, more: &[&str]) -> (FakeControlP
     (fake, folder, agent)
 }
 
+/// A control plane, and a node that has enrolled there. Its agent was killed.
+pub async fn enrolled_and_killed() -> (FakeControlPlane, TempDir, BootstrapBundle) {
+    let fake = FakeControlPlane::start().await;
+    let (folder, bundle) = enrolled_and_killed_at(&fake).await;
+    (fake, folder, bundle)
+}
+
+/// As [`enrolled_and_killed`], at this control plane.
+pub async fn enrolled_and_killed_at(fake: &FakeControlPlane) -> (TempDir, BootstrapBundle) {
+    let folder = tempfile::tempdir().unwrap();
+    let bundle = fake.bundle(folder.path());
+    enroll_and_kill(folder.path(), &bundle).await;
+    (folder, bundle)
+}
+
+/// Enrolls the node with its files in this folder.
+pub async fn enroll_and_kill(folder: &Path, bundle: &BootstrapBundle) {
+    let agent = SpawnedAgent::start(folder, bundle, &[]);
+    agent.wait_for_message("enrolled").await;
+    agent.kill_9();
+}
+
 /// The user of an agent that root starts, and of the tenants of its sandbox.
 pub fn sandbox_user() -> Option<nix::unistd::User> {
     nix::unistd::User::from_name("nobody").unwrap().filter(|_| nix::unistd::Uid::effective().is_root())

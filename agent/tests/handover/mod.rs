@@ -41,9 +41,7 @@ impl Machine {
         let mut it = Self { fake, store, allocation_id: Uuid::now_v7(), agent: None, folder };
         it.start_agent(Path::new(PROGRAM));
         eventually(|| (!it.fake.calls().heartbeats.is_empty()).then_some(())).await;
-        let provision = it.fake.provision(it.allocation_id);
-        it.fake.dispatch(&provision);
-        assert_eq!(it.fake.result_of(provision.task_id).await.status, TaskStatus::Succeeded);
+        it.fake.set_up(it.allocation_id).await;
         it
     }
 

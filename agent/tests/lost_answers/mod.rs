@@ -4,18 +4,14 @@ use chrono::TimeDelta;
 use tempfile::TempDir;
 use wire::SecretToken;
 use wire::bundle::BootstrapBundle;
-use wire::task::Task;
 
+use super::fake_control_plane::spawned_agent::enrolled_and_killed;
 use super::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 use super::trust_authority;
 
 /// A node in its second generation, whose agent is stopped.
 async fn recovered_once() -> (FakeControlPlane, TempDir, BootstrapBundle) {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
-    let bundle = fake.bundle(folder.path());
-    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
-    agent.wait_for_message("enrolled").await;
-    agent.kill_9();
+    let (fake, folder, bundle) = enrolled_and_killed().await;
     fake.expire_certificate(&bundle);
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     agent.wait_for_message("polling").await;
@@ -37,9 +33,7 @@ fn reissue(fake: &FakeControlPlane, bundle: BootstrapBundle) -> BootstrapBundle 
 }
 
 async fn expect_work(fake: &FakeControlPlane) {
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    fake.result_of(task.task_id).await;
+    fake.validate().await;
     assert_eq!(fake.calls().clones, 0);
 }
 
@@ -67,11 +61,7 @@ async fn reissued_node_whose_enroll_answer_was_lost_recovers_and_is_no_clone() {
 
 #[tokio::test]
 async fn recovery_whose_answer_was_lost_is_repeated_although_a_renewal_is_due_at_the_next_start() {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
-    let bundle = fake.bundle(folder.path());
-    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
-    agent.wait_for_message("enrolled").await;
-    agent.kill_9();
+    let (fake, folder, bundle) = enrolled_and_killed().await;
     // Two thirds of its time are over. Its authority is retired.
     fake.replace_certificate(&bundle, (TimeDelta::hours(1), TimeDelta::hours(2)));
     fake.calls().issued.clear();
@@ -90,11 +80,7 @@ async fn recovery_whose_answer_was_lost_is_repeated_although_a_renewal_is_due_at
 
 #[tokio::test]
 async fn recovery_whose_nonce_expired_on_its_way_is_repeated_with_another() {
-    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
-    let bundle = fake.bundle(folder.path());
-    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
-    agent.wait_for_message("enrolled").await;
-    agent.kill_9();
+    let (fake, folder, bundle) = enrolled_and_killed().await;
     fake.expire_certificate(&bundle);
     fake.behaviour().expire_nonces = 1;
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);

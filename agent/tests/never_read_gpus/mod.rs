@@ -1,7 +1,6 @@
 //! A GPU that the driver has never named to the agent: it alone is out of rent.
 
 use uuid::Uuid;
-use wire::task::TaskStatus;
 
 use super::GpuMachine;
 use super::fake_control_plane::eventually;
@@ -20,10 +19,7 @@ async fn gpu_that_was_never_read_is_a_fault_of_its_place_and_the_others_are_prov
     assert!(found.iter().all(|it| it.gpu_uuid.as_deref() == Some("PCI-0000:11:00")), "{found:?}");
     assert!(found.iter().all(|it| it.detail.contains("0000:11:00")), "{found:?}");
     eventually(|| node.heartbeat().filter(|it| it.inventory.gpus.len() == 2)).await;
-    let provision = node.fake.provision(Uuid::now_v7());
-    node.fake.dispatch(&provision);
-    let made = node.fake.result_of(provision.task_id).await;
-    assert_eq!(made.status, TaskStatus::Succeeded, "{made:?}");
+    node.fake.set_up(Uuid::now_v7()).await;
     // What has occurred on it is of the GPU once that has a name.
     node.change(|machine| machine.gpus[1].errors.clear());
     let found = node.finds(&["xid/79 1"]).await;

@@ -39,9 +39,7 @@ async fn agent_waits_for_an_older_control_plane_and_uses_what_it_serves() {
     fake.behaviour().newest_protocol = PROTOCOL - 1;
     agent.wait_for_error_code("upgrade_required").await;
     // Polls and results have no protocol field.
-    let task = fake.payload(wire::task::Task::Validate { load: None });
-    fake.dispatch(&task);
-    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
+    fake.validate().await;
     fake.behaviour().newest_protocol = PROTOCOL;
     let beats = fake.calls().heartbeats.len();
     eventually(|| (fake.calls().heartbeats.len() > beats + 1).then_some(())).await;

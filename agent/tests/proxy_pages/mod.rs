@@ -41,18 +41,14 @@ async fn page_of_a_proxy_ends_no_running_agent() {
         expect_pages(&fake, "/tasks/wait", 1).await;
     }
     fake.behaviour().page = None;
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
+    fake.validate().await;
 }
 
 #[tokio::test]
 async fn page_of_a_proxy_ends_no_terminal_and_no_recording() {
     let (fake, _folder, _agent) = enrolled(&[]).await;
     let (allocation_id, session_id) = (Uuid::now_v7(), Uuid::now_v7());
-    let provision = fake.provision(allocation_id);
-    fake.dispatch(&provision);
-    assert_eq!(fake.result_of(provision.task_id).await.status, TaskStatus::Succeeded);
+    fake.set_up(allocation_id).await;
     let open = fake.payload(Task::OpenTerminal(OpenTerminal {
         session_id,
         allocation_id,

@@ -7,10 +7,9 @@ use chrono::{DateTime, TimeDelta};
 use serde_json::{Value, json};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
-use wire::cleanup_proof::CleanupReport;
-use wire::task::{Task, TaskPayload, TaskStatus};
+use wire::task::{Task, TaskPayload};
 
-use crate::fake_control_plane::spawned_agent::{enrolled, enrolled_at};
+use crate::fake_control_plane::spawned_agent::{enrolled, enrolled_and_killed_at, enrolled_at};
 use crate::fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
 use crate::skipped_tests::report_skipped;
 
@@ -55,7 +54,7 @@ async fn works(ahead: TimeDelta) {
 
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     agent.wait_for_message("polling").await;
-    validate(&fake).await;
+    fake.validate().await;
     assert_one_clear_warning(&agent, ahead);
     agent.kill_9();
 
@@ -63,7 +62,7 @@ async fn works(ahead: TimeDelta) {
     begin_another_boot(folder.path());
     let mut agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     agent.wait_for_message("polling").await;
-    validate(&fake).await;
+    fake.validate().await;
     fake.behaviour().renew_within_seconds = Some(1);
     agent.wait_for_message("certificate renewed").await;
     fake.behaviour().renew_within_seconds = None;
@@ -76,23 +75,10 @@ async fn works(ahead: TimeDelta) {
 
 async fn provision_and_release(fake: &FakeControlPlane) {
     let allocation_id = Uuid::now_v7();
-    let provision = fake.provision(allocation_id);
-    fake.dispatch(&provision);
-    let made = fake.result_of(provision.task_id).await;
-    assert_eq!(made.status, TaskStatus::Succeeded, "{made:?}");
+    let made = fake.set_up(allocation_id).await;
     assert!(is_near(fake, made.started_at) && is_near(fake, made.finished_at), "{made:?}");
-    let release = fake.release(allocation_id);
-    fake.dispatch(&release);
-    let gone = fake.result_of(release.task_id).await;
-    let recovery_key = fake.calls().recovery_key.unwrap();
-    let report = CleanupReport::open(&gone.proof.unwrap(), &recovery_key).unwrap();
+    let report = fake.end(allocation_id).await;
     assert!(is_near(fake, report.checked_at), "{report:?}");
-}
-
-async fn validate(fake: &FakeControlPlane) {
-    let task = fake.payload(Task::Validate { load: None });
-    fake.dispatch(&task);
-    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
 }
 
 fn is_near(fake: &FakeControlPlane, time: DateTime<chrono::Utc>) -> bool {
@@ -137,17 +123,15 @@ fn begin_another_boot(folder: &Path) {
 #[tokio::test]
 async fn certificate_is_renewed_when_it_is_due_by_the_control_planes_time() {
     for ahead in [TimeDelta::hours(24), -TimeDelta::hours(25)] {
-        let (fake, folder) = (FakeControlPlane::start_ahead(ahead, VALIDITY).await, tempfile::tempdir().unwrap());
+        let fake = FakeControlPlane::start_ahead(ahead, VALIDITY).await;
         // Of 120 s, 55 are over when it is issued: it is due after 5 to 17 s, and valid long enough for any machine.
         fake.behaviour().certificate_life = TimeDelta::seconds(65);
         fake.behaviour().backdated_by = TimeDelta::seconds(55);
-        let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
-        agent.wait_for_message("enrolled").await;
-        agent.kill_9();
+        let (folder, bundle) = enrolled_and_killed_at(&fake).await;
         fake.behaviour().certificate_life = TimeDelta::hours(1);
-        let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+        let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
         agent.wait_for_message("certificate renewed").await;
-        validate(&fake).await;
+        fake.validate().await;
         let calls = fake.calls();
         assert_eq!((calls.renewals, calls.generation), (1, 1), "{ahead}");
     }
@@ -164,7 +148,7 @@ async fn certificate_that_has_expired_by_the_control_planes_time_is_recovered_on
         begin_another_boot(folder.path());
         let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
         agent.wait_for_message("recovered").await;
-        validate(&fake).await;
+        fake.validate().await;
         let calls = fake.calls();
         assert_eq!((calls.generation, calls.recoveries.len()), (2, 1), "{ahead}");
     }
@@ -205,10 +189,10 @@ async fn clock_that_is_set_while_the_agent_runs_costs_no_task_and_no_recovery() 
             findings.any(|finding| finding.probe == "clock")
         };
         eventually(|| (is_found(&fake) != ahead.is_zero()).then_some(())).await;
-        validate(&fake).await;
+        fake.validate().await;
         let over = TaskPayload { expires_at: fake.now() - TimeDelta::seconds(2), ..fake.payload(Task::Diagnose {}) };
         fake.dispatch(&over);
-        validate(&fake).await;
+        fake.validate().await;
         assert!(fake.calls().results.iter().all(|result| result.0 != over.task_id), "it has expired");
     }
     assert_eq!((clock_warnings(&agent).len(), fake.calls().recoveries.len()), (2, 0));
@@ -276,7 +260,7 @@ async fn machines_clock_that_is_set_while_the_agent_runs_costs_no_task_and_no_re
             }
         };
         eventually(found).await;
-        validate(&fake).await;
+        fake.validate().await;
     }
     assert_one_clear_warning(&agent, -TimeDelta::hours(25));
     let seen = fake.calls();
