@@ -66,6 +66,7 @@ use held_devices::HeldDevices;
 use loopback_guard::LoopbackGuard;
 use neighbours::TenantFault;
 use private_tmp::PrivateTmp;
+use processes::TenantProcesses;
 use sudoers::SudoCommand;
 use tenant_limits::{LimitSettings, TenantLimits};
 
@@ -277,6 +278,10 @@ impl System {
         accounts.filter(TenantAccount::is_there).try_for_each(|account| self.private.make(&account))
     }
 
+    const fn processes_of<'a>(&'a self, account: &'a TenantAccount) -> TenantProcesses<'a> {
+        TenantProcesses { account, tenants: &self.settings.uids }
+    }
+
     fn home_of(&self, user_name: &str) -> PathBuf {
         self.settings.homes.join(user_name)
     }
@@ -298,13 +303,14 @@ impl System {
             // It is open to a uid that no process has from here on, and that no other tenant gets.
             warn!(error_code = failure.code, error = failure.message, "a device of an ended tenant keeps its owner");
         }
-        let mut ended = processes::end_all(account);
+        let processes = self.processes_of(account);
+        let mut ended = processes.end_all();
         leftovers.remove();
-        self.accounts.remove(account, !processes::killed(account).is_empty());
+        self.accounts.remove(account, !processes.killed().is_empty());
         self.guard.forget_slice(account);
         self.forget_bounds(account);
         // A program that cron or at started in between.
-        ended += processes::end_all(account);
+        ended += processes.end_all();
         keyrings::revoke(account, &self.settings.program);
 
         self.gpus.wait_until_freed(task.devices.iter().map(|device| device.uuid.as_str()));
@@ -315,7 +321,7 @@ impl System {
                 break;
             }
             // A neighbour may have moved a file out of the removal's way.
-            ended += processes::end_all(account);
+            ended += processes.end_all();
             leftovers.remove();
             findings = self.check_all_removed(task, account, &leftovers);
         }
@@ -337,14 +343,14 @@ impl System {
     ) -> Vec<CleanupFinding> {
         let mut findings = self.accounts.check_removed(account);
         findings.extend([
-            processes::check_removed(account),
+            self.processes_of(account).check_removed(),
             sudoers::check_removed(&account.name),
             cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &self.keys_of(&account.name)),
         ]);
         findings.extend(leftovers.check_removed());
         findings.push(disk_quotas::check_removed(account));
         findings.push(keyrings::check_removed(account));
-        let killed = processes::killed(account);
+        let killed = self.processes_of(account).killed();
         findings.extend(cleanup_checks::check_device_processes(&self.gpus, &task.devices, &killed));
         findings.extend(cleanup_checks::check_device_memory(&self.gpus, &task.devices));
         findings

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,51 +28,72 @@ const KILL_BIT: u64 = 1 << (Signal::SIGKILL as i32 - 1);
 /// How long the signal to all may take.
 const SIGNAL_LIMIT: Duration = Duration::from_secs(3);
 
-/// Kills until two scans in a row find nothing, and returns how many processes were found.
-pub fn end_all(account: &TenantAccount) -> usize {
-    let (begun, mut seen, mut quiet) = (Instant::now(), BTreeSet::new(), false);
-    while begun.elapsed() < GIVE_UP_AFTER {
-        let Ok(found) = find(account.uid) else { break };
-        let only_waits = || begun.elapsed() >= KERNEL_WAIT && found.iter().all(|pid| waits_in_kernel(*pid));
-        if found.is_empty() || only_waits() {
-            seen.extend(found);
-            if quiet {
-                break;
+/// The processes of one tenant, and of its neighbours.
+#[derive(Debug, Clone, Copy)]
+pub struct TenantProcesses<'a> {
+    pub account: &'a TenantAccount,
+    /// The uids of all tenants.
+    pub tenants: &'a RangeInclusive<u32>,
+}
+
+impl TenantProcesses<'_> {
+    /// Kills until two scans in a row find nothing, and returns how many processes were found.
+    pub fn end_all(self) -> usize {
+        let (begun, mut seen, mut quiet) = (Instant::now(), BTreeSet::new(), false);
+        while begun.elapsed() < GIVE_UP_AFTER {
+            let Ok(found) = self.find() else { break };
+            let only_waits = || begun.elapsed() >= KERNEL_WAIT && found.iter().all(|pid| waits_in_kernel(*pid));
+            if found.is_empty() || only_waits() {
+                seen.extend(found);
+                if quiet {
+                    break;
+                }
+                quiet = true;
+            } else {
+                quiet = false;
+                kill_everything_of(self.account.uid);
+                for pid in &found {
+                    let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+                }
+                seen.extend(found);
+                thread::sleep(PAUSE);
             }
-            quiet = true;
-        } else {
-            quiet = false;
-            kill_everything_of(account.uid);
-            for pid in &found {
-                let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        seen.len()
+    }
+
+    /// The processes of the account that are killed and wait in the kernel.
+    #[must_use]
+    pub fn killed(self) -> BTreeSet<u32> {
+        let found = self.find().unwrap_or_default().into_iter().filter(|pid| waits_in_kernel(*pid));
+        found.map(i32::cast_unsigned).collect()
+    }
+
+    /// Checks that no process is left.
+    #[must_use]
+    pub fn check_removed(self) -> CleanupFinding {
+        let (outcome, detail) = match self.find() {
+            Ok(pids) if pids.is_empty() => (FindingOutcome::Gone, None),
+            Ok(pids) if pids.iter().all(|pid| waits_in_kernel(*pid)) => {
+                let detail = format!("processes {pids:?} are killed, and wait in the kernel for what does not answer");
+                (FindingOutcome::Gone, Some(detail))
             }
-            seen.extend(found);
-            thread::sleep(PAUSE);
+            Ok(pids) => (FindingOutcome::Present, Some(format!("processes {pids:?}"))),
+            Err(error) => (FindingOutcome::Unknown, Some(error.to_string())),
+        };
+        CleanupFinding {
+            what: CleanupCheck::Processes,
+            looked_for: format!("uid {}", self.account.uid),
+            outcome,
+            detail,
         }
     }
-    seen.len()
-}
 
-/// The processes of the account that are killed and wait in the kernel.
-#[must_use]
-pub fn killed(account: &TenantAccount) -> BTreeSet<u32> {
-    let found = find(account.uid).unwrap_or_default().into_iter().filter(|pid| waits_in_kernel(*pid));
-    found.map(i32::cast_unsigned).collect()
-}
-
-/// Checks that no process is left.
-#[must_use]
-pub fn check_removed(account: &TenantAccount) -> CleanupFinding {
-    let (outcome, detail) = match find(account.uid) {
-        Ok(pids) if pids.is_empty() => (FindingOutcome::Gone, None),
-        Ok(pids) if pids.iter().all(|pid| waits_in_kernel(*pid)) => {
-            let detail = format!("processes {pids:?} are killed, and wait in the kernel for what does not answer");
-            (FindingOutcome::Gone, Some(detail))
-        }
-        Ok(pids) => (FindingOutcome::Present, Some(format!("processes {pids:?}"))),
-        Err(error) => (FindingOutcome::Unknown, Some(error.to_string())),
-    };
-    CleanupFinding { what: CleanupCheck::Processes, looked_for: format!("uid {}", account.uid), outcome, detail }
+    fn find(self) -> io::Result<BTreeSet<i32>> {
+        let mut found = find_in(Path::new("/proc"), self)?;
+        found.remove(&Pid::this().as_raw());
+        Ok(found)
+    }
 }
 
 /// Sends one signal to all processes of the uid at once, from a process that is one of them: the kernel delivers it to each of them
@@ -83,18 +105,16 @@ fn kill_everything_of(uid: u32) {
 }
 
 /// Every process with the uid in any of its four uid fields, and what it started through sudo.
-fn find(uid: u32) -> io::Result<BTreeSet<i32>> {
-    let mark = format!("SUDO_UID={uid}");
+fn find_in(proc: &Path, of: TenantProcesses<'_>) -> io::Result<BTreeSet<i32>> {
     let mut found = BTreeSet::new();
-    for entry in fs::read_dir("/proc")? {
+    for entry in fs::read_dir(proc)? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
         // It may exit while it is read.
-        if is_of(&entry.path(), uid, mark.as_bytes()).unwrap_or(false) {
+        if is_of(&entry.path(), of).unwrap_or(false) {
             found.insert(pid);
         }
     }
-    found.remove(&Pid::this().as_raw());
     Ok(found)
 }
 
@@ -113,7 +133,7 @@ fn waits_in_kernel(pid: i32) -> bool {
     tasks.is_ok_and(|tasks| tasks.flatten().all(|task| waits(task).unwrap_or(false)))
 }
 
-fn is_of(process: &Path, uid: u32, mark: &[u8]) -> io::Result<bool> {
+fn is_of(process: &Path, TenantProcesses { account, tenants }: TenantProcesses<'_>) -> io::Result<bool> {
     let status = fs::read_to_string(process.join("status"))?;
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
     let is_ended = field("State:").is_some_and(|state| state.trim_start().starts_with(['Z', 'X']));
@@ -122,10 +142,57 @@ fn is_of(process: &Path, uid: u32, mark: &[u8]) -> io::Result<bool> {
     if is_ended && threads <= 1 {
         return Ok(false);
     }
-    let uids = field("Uid:").unwrap_or_default();
-    if uids.split_whitespace().any(|field| field.parse() == Ok(uid)) {
+    let uids: Vec<u32> =
+        field("Uid:").unwrap_or_default().split_whitespace().filter_map(|field| field.parse().ok()).collect();
+    if uids.contains(&account.uid) {
         return Ok(true);
     }
+    // A neighbour's: its environment is memory, which it may have mapped to a file that never answers its reader.
+    if !uids.is_empty() && uids.iter().all(|uid| tenants.contains(uid)) {
+        return Ok(false);
+    }
     let environment = fs::read(live_thread(process, is_ended)?.join("environ"))?;
-    Ok(environment.split(|byte| *byte == 0).any(|variable| variable == mark))
+    let mark = format!("SUDO_UID={}", account.uid);
+    Ok(environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use nix::sys::stat::Mode;
+
+    use super::*;
+
+    #[test]
+    fn processes_are_found_by_uid_and_sudo_whatever_a_neighbours_memory_does() {
+        let proc = tempfile::tempdir().unwrap();
+        let process = |pid: i32, uids: &str, environment: Option<&str>| {
+            let folder = proc.path().join(pid.to_string());
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("status"), format!("State:\tS (sleeping)\nThreads:\t1\nUid:\t{uids}\n")).unwrap();
+            match environment {
+                Some(text) => fs::write(folder.join("environ"), text).unwrap(),
+                // As memory that is mapped to a file that never answers: who opens it for reading waits.
+                None => nix::unistd::mkfifo(&folder.join("environ"), Mode::S_IRWXU).unwrap(),
+            }
+        };
+        process(2, "70001 70001 70001 70001", None);
+        process(3, "70002 70002 70002 70002", None);
+        process(4, "0 0 0 0", Some("HOME=/root\0SUDO_UID=70001\0"));
+        process(5, "0 0 0 0", Some("SUDO_UID=70002\0"));
+        // A program that sudo has started, and that has given up the rights of root.
+        process(6, "42 42 42 42", Some("SUDO_UID=70001\0"));
+        // A neighbour's program with the rights of another user.
+        process(7, "70002 0 0 0", Some("SUDO_UID=70002\0"));
+        let (sender, found) = mpsc::channel();
+        let path = proc.path().to_owned();
+        std::thread::spawn(move || {
+            let account = TenantAccount { name: "gpu-1".into(), uid: 70_001 };
+            let tenants = 70_000..=99_999;
+            let _ = sender.send(find_in(&path, TenantProcesses { account: &account, tenants: &tenants }).unwrap());
+        });
+        let found = found.recv_timeout(Duration::from_secs(60)).expect("a neighbour's memory is waited for");
+        assert_eq!(found, BTreeSet::from([2, 4, 6]));
+    }
 }
