@@ -1,10 +1,20 @@
 //! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*).
 
+use std::sync::OnceLock;
+
 use telemetry::{HostFields, LogLines};
+use tracing::warn;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry};
 use uuid::Uuid;
+
+mod bounded_lines;
+
+use bounded_lines::BoundedLines;
+
+/// Of this process.
+static LOG: OnceLock<BoundedLines> = OnceLock::new();
 
 /// The role of a node's machine in a lab.
 const HOST_ROLE: &str = "worker_compute";
@@ -13,13 +23,23 @@ const HOST_ROLE: &str = "worker_compute";
 /// configuration is read.
 ///
 /// # Errors
-/// `SVC_HOST_ROLE` is not a role of the lab, or the process has a subscriber already.
+/// `SVC_HOST_ROLE` is not a role of the lab, the process has a subscriber already, or no thread can be started.
 pub fn init(filter: &str, node_id: Option<Uuid>) -> anyhow::Result<()> {
     let host = host_fields(|name| std::env::var(name).ok(), node_id)?;
     let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
-    let lines = LogLines::new(std::io::stderr, "node-agent", &host);
-    Registry::default().with(filter).with(lines).try_init()?;
+    let log = BoundedLines::to(std::io::stderr())?;
+    let lines = log.clone();
+    Registry::default().with(filter).with(LogLines::new(move || lines.clone(), "node-agent", &host)).try_init()?;
+    let _ = LOG.set(log);
     Ok(())
+}
+
+/// Logs how many lines were dropped, since whoever reads the log did not take them.
+pub fn report_dropped_lines() {
+    let dropped = LOG.get().map_or(0, BoundedLines::take_dropped);
+    if dropped > 0 {
+        warn!(error_code = "log_blocked", dropped, "lines of the log were dropped: standard error did not take them");
+    }
 }
 
 /// The host fields of a node always name its node id and role, configured or not.

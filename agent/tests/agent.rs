@@ -10,6 +10,7 @@ mod lost_answers;
 mod protocol_generations;
 mod proxy_pages;
 mod skipped_tests;
+mod stuck_log;
 mod wrong_clock;
 
 use std::time::Duration;

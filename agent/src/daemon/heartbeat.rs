@@ -19,6 +19,7 @@ use crate::health::HealthMonitor;
 use crate::health::finding_log::Condition;
 use crate::identity::IdentityError;
 use crate::inventory::InventoryReadings;
+use crate::logging;
 use crate::ssh::TenantAccess;
 use crate::unproved_gpus;
 
@@ -61,6 +62,7 @@ impl Agent {
         let mut is_in_contact = false;
         let mut reads_later_fields = false;
         while !self.stop.is_cancelled() {
+            logging::report_dropped_lines();
             let mut heartbeat = self.heartbeat(&mut readings, &mut monitor).await;
             if !reads_later_fields {
                 heartbeat = heartbeat.without_later_fields();
