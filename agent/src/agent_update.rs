@@ -1,7 +1,7 @@
 //! The agent's part in its own update: it fetches the new version and starts the finalizer of its own; the agent that runs afterwards
 //! proves itself and reports the outcome. What they pass to each other is on the disk (`agent_package::update`).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -20,8 +20,7 @@ use wire::task::UpdateAgent;
 use crate::atomic_file;
 use crate::bounded_tool::Tool;
 use crate::chain;
-use crate::config::AgentConfig;
-use crate::executor::{TaskFailure, TaskOutput};
+use crate::task_outcome::{TaskFailure, TaskOutput};
 
 /// How long the registry may take for a whole package.
 const FETCHED_WITHIN: Duration = Duration::from_secs(600);
@@ -54,12 +53,12 @@ pub enum Begun {
 }
 
 impl AgentUpdates {
-    /// Of the program that runs.
+    /// Of the program that runs, which was configured by this environment file, if by any, and has its certificate and key at these paths.
     #[must_use]
-    pub fn of_this_process(config: &AgentConfig) -> Self {
+    pub fn of_this_process(env_file: Option<&Path>, cert_path: &Path, key_path: &Path) -> Self {
         let installation = std::env::current_exe().ok().and_then(|program| Installation::of_agent(&program));
-        let (cert_path, key_path) = (config.cert_path.clone(), config.key_path.clone());
-        let (env_file, systemctl) = (config.env_file.clone(), PathBuf::from("systemctl"));
+        let (cert_path, key_path) = (cert_path.to_owned(), key_path.to_owned());
+        let (env_file, systemctl) = (env_file.map(Path::to_owned), PathBuf::from("systemctl"));
         Self { installation, env_file, cert_path, key_path, systemctl, proved: Mutex::default() }
     }
 
@@ -120,7 +119,7 @@ impl AgentUpdates {
 
     fn fetch(
         &self,
-        env_file: &std::path::Path,
+        env_file: &Path,
         installation: &Installation,
         digest: Digest,
     ) -> Result<(InstallTarget, Installed), TaskFailure> {

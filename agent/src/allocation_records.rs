@@ -19,8 +19,8 @@ use wire::inventory::DeviceRef;
 use wire::task::{Provision, Release};
 
 use crate::atomic_file::{self, FileError};
-use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
+use crate::task_outcome::TaskFailure;
 use crate::unproved_gpus::UnprovedGpus;
 
 /// The name of an allocation's record in its folder.

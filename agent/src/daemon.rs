@@ -28,10 +28,10 @@ use crate::bounded_reading::{BoundedReading, LATE_AFTER, Reading};
 use crate::chain;
 use crate::config::AgentConfig;
 use crate::executor::Executor;
+use crate::finding_log;
 use crate::full_jitter::Backoff;
 use crate::gpu_reset::GpuResetter;
 use crate::gpus::Gpus;
-use crate::health::finding_log;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::integrity::IntegrityMonitor;
 use crate::inventory::InventoryReadings;
@@ -349,7 +349,8 @@ pub async fn run_with(
     let api = NodeApiClient::with_identity(&config, &identity, &clock)?;
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
-    let updates = Arc::new(AgentUpdates::of_this_process(&config));
+    let updates =
+        Arc::new(AgentUpdates::of_this_process(config.env_file.as_deref(), &config.cert_path, &config.key_path));
     let heartbeat_now = Arc::new(Notify::new());
     let integrity = watch_integrity(&config, &stop, &heartbeat_now);
     let agent = Arc::new(Agent {

@@ -6,8 +6,9 @@ use std::fs;
 use serde_json::{Value, json};
 
 use crate::bounded_tool::{SHORT_LIMIT, Tool};
-use crate::executor::{Executor, TaskOutput, output};
+use crate::executor::Executor;
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
+use crate::task_outcome::{TaskOutput, output};
 
 /// The most kernel log lines that are shown.
 const LINES: usize = 20;

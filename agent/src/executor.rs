@@ -2,21 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::{Map, Value, json};
 use wire::cleanup_proof::CleanupFinding;
-use wire::inventory::{DeviceRef, ExecutorKind};
+use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::allocation_records::WithheldGpu;
-use crate::health::finding_log::Condition;
+use crate::finding_log::Condition;
+use crate::task_outcome::{TaskFailure, TaskOutput};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::GpuWithoutProof;
 
-pub mod cleanup_checks;
 pub mod tenant_setup;
-
-/// The output of a task, as it goes into its result.
-pub type TaskOutput = Map<String, Value>;
 
 /// Executes tasks on this machine. Every method blocks, and every method but [`Executor::reboot`] is idempotent: it may have run before,
 /// completely or partially, in this process or an earlier one.
@@ -86,38 +82,4 @@ pub trait Executor: Send + Sync + 'static {
 pub struct ReleaseOutcome {
     pub output: TaskOutput,
     pub findings: Vec<CleanupFinding>,
-}
-
-/// Why a task failed, as reported to the control plane.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
-pub struct TaskFailure {
-    /// Machine-readable, such as `device_in_use`.
-    pub code: &'static str,
-    /// For the operator.
-    pub message: String,
-}
-
-impl TaskFailure {
-    /// A failure with its code and message.
-    pub fn new(code: &'static str, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
-    }
-}
-
-impl From<crate::atomic_file::FileError> for TaskFailure {
-    fn from(error: crate::atomic_file::FileError) -> Self {
-        Self::new("node_storage", crate::chain(&error))
-    }
-}
-
-/// An output with these fields.
-pub fn output<const N: usize>(pairs: [(&str, Value); N]) -> TaskOutput {
-    pairs.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
-}
-
-/// The UUIDs of devices, as in an output.
-#[must_use]
-pub fn uuids(devices: &[DeviceRef]) -> Value {
-    json!(devices.iter().map(|device| device.uuid.as_str()).collect::<Vec<_>>())
 }

@@ -17,9 +17,10 @@ use tracing::warn;
 
 use crate::atomic_file;
 use crate::bounded_tool::{self, EndedTool, ToolError};
-use crate::executor::{Executor, TaskFailure, TaskOutput, output};
+use crate::executor::Executor;
 use crate::gpu_probe::GpuProbe;
 use crate::gpus::Gpus;
+use crate::task_outcome::{TaskFailure, TaskOutput, output};
 
 /// Where the driver's packages put the tool.
 pub const DEFAULT_PROGRAMS: &str = "/usr/bin";

@@ -14,24 +14,22 @@ use wire::heartbeat::{GpuTelemetry, HealthLevel, HealthReport};
 use wire::inventory::{GpuInfo, GpuSource};
 
 use crate::atomic_file;
-use crate::config::AgentConfig;
+use crate::finding_log::{self, Condition, FindingKey, FindingLog, Occurred};
 use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault, SurveyedGpu, probe};
 use crate::gpus::Gpus;
-use crate::integrity::{self, IntegrityMonitor};
+use crate::integrity::IntegrityMonitor;
 use crate::server_clock::ServerClock;
-use crate::system_executor::{Settings, device_guard};
+use crate::system_executor::device_guard;
 use crate::unproved_gpus;
 
 pub mod fabric_conditions;
 pub mod fault_line;
-pub mod finding_log;
 pub mod gpu_conditions;
 pub mod gpu_monitor;
 pub mod kernel_log;
 pub mod machine_conditions;
 
 use fault_line::FaultyDevice;
-use finding_log::{Condition, FindingKey, FindingLog, Occurred};
 use gpu_monitor::GpuMonitor;
 use kernel_log::{KernelLog, KernelLogReading};
 use machine_conditions::MachineProbe;
@@ -56,6 +54,20 @@ pub struct HealthMonitor {
     last: Observation,
 }
 
+/// The machine whose health is monitored.
+#[derive(Debug, Clone, Copy)]
+pub struct MonitoredMachine<'a> {
+    /// The folder of the agent's state.
+    pub state_dir: &'a Path,
+    pub kernel_log: &'a Path,
+    pub boot_id: Uuid,
+    pub gpu_source: GpuSource,
+    /// The GPUs that the driver lists at this moment, if it does.
+    pub listed: &'a [GpuInfo],
+    /// Whether the owners of device files keep tenants from each other's GPUs.
+    pub guards_device_files: bool,
+}
+
 /// What a heartbeat reports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observation {
@@ -69,28 +81,28 @@ pub struct Observation {
 }
 
 impl HealthMonitor {
-    /// Starts the probes of a machine with GPUs of this source. `listed` are those that the driver lists at this moment, if it does. `on_new_event` is called when something occurs that should not wait for the next heartbeat.
+    /// Starts the probes. `on_new_event` is called when something occurs that should not wait for the next heartbeat.
     #[must_use]
     pub fn start(
-        config: &AgentConfig,
-        boot_id: Uuid,
-        (source, listed): (GpuSource, &[GpuInfo]),
+        machine: &MonitoredMachine<'_>,
         integrity: Option<Arc<IntegrityMonitor>>,
         stop: CancellationToken,
         on_new_event: impl Fn() + Send + 'static,
     ) -> Self {
-        let mut log = FindingLog::open(&config.state_dir, boot_id);
+        let MonitoredMachine { state_dir, kernel_log, boot_id, gpu_source, listed, guards_device_files } = *machine;
+        let mut log = FindingLog::open(state_dir, boot_id);
         if log.gpus().is_empty() {
             log.set_gpus(listed);
         }
-        let kernel_log = match source {
-            GpuSource::Nvml => KernelLog::follow(&config.kernel_log, log.kernel_log_position(), stop, on_new_event),
+        let path = kernel_log.display();
+        let kernel_log = match gpu_source {
+            GpuSource::Nvml => KernelLog::follow(kernel_log, log.kernel_log_position(), stop, on_new_event),
             GpuSource::Simulated | GpuSource::None => KernelLog::off(),
         };
         if kernel_log.is_unreadable() {
             warn!(
                 error_code = "kernel_log",
-                path = %config.kernel_log.display(),
+                %path,
                 "the kernel's log cannot be read; Xids are known from the driver's events only"
             );
         }
@@ -108,8 +120,9 @@ impl HealthMonitor {
             GpuMonitor::of(log.gpus())
         };
         let gpus = gpus.at(log.addresses());
-        let machine = MachineProbe::new(&config.state_dir);
-        let guarded_root = guards_device_files(config.system.as_ref(), source).then(|| PathBuf::from("/"));
+        let machine = MachineProbe::new(state_dir);
+        let is_guarded = guards_device_files && gpu_source == GpuSource::Nvml;
+        let guarded_root = is_guarded.then(|| PathBuf::from("/"));
         Self { log, gpus, machine, kernel_log, integrity, guarded_root, in_flight: None, last }
     }
 
@@ -135,7 +148,7 @@ impl HealthMonitor {
         }
         let is_unchecked = matches!(watched, Some(None));
         let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
-            (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
+            (_, None) if finding_log::is_of_altered_machine(&finding.probe) => is_unchecked,
             (_, None) if self.machine.is_unknown(finding) => true,
             (_, Some(_)) if finding.probe == unproved_gpus::PROBE => false,
             (None, _) => {
@@ -284,11 +297,6 @@ fn has_read_fabric(survey: &GpuSurvey) -> bool {
     !survey.gpus.is_empty() && survey.gpus.iter().all(is_read)
 }
 
-/// Whether tenants are isolated by the owners of NVIDIA's device files.
-fn guards_device_files(system: Option<&Settings>, source: GpuSource) -> bool {
-    system.is_some() && source == GpuSource::Nvml
-}
-
 /// No tenant can be set up: what a driver's library opens it opens to all tenants.
 fn opened_device_files(root: &Path) -> Option<Condition> {
     let fault = device_guard::check_driver_parameters(root).err()?;
@@ -397,9 +405,15 @@ mod tests {
         assert!(found.detail.len() <= wire::finding::MAX_FINDING_DETAIL, "{}", found.detail);
         fs::write(&params, "ModifyDeviceFiles: 0\n").unwrap();
         assert_eq!(opened_device_files(root.path()), None);
-        let system = Settings::default();
-        assert!(guards_device_files(Some(&system), GpuSource::Nvml));
-        assert!(!guards_device_files(None, GpuSource::Nvml), "the sandbox isolates nothing");
-        assert!(!guards_device_files(Some(&system), GpuSource::Simulated));
+        let guarded = |guards_device_files, gpu_source| {
+            let (state_dir, kernel_log, boot_id, listed) = (root.path(), root.path(), BOOT, &[][..]);
+            let machine = MonitoredMachine { state_dir, kernel_log, boot_id, gpu_source, listed, guards_device_files };
+            let stop = CancellationToken::new();
+            stop.cancel();
+            HealthMonitor::start(&machine, None, stop, || {}).guarded_root.is_some()
+        };
+        assert!(guarded(true, GpuSource::Nvml));
+        assert!(!guarded(false, GpuSource::Nvml), "the sandbox isolates nothing");
+        assert!(!guarded(true, GpuSource::Simulated));
     }
 }

@@ -12,8 +12,7 @@ use rustix::process::setpriority_process;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use crate::health::finding_log::Condition;
-use crate::health::machine_conditions::READING;
+use crate::finding_log::{Condition, READING};
 
 pub mod accounts;
 pub mod baseline;
@@ -50,12 +49,6 @@ pub struct IntegritySettings {
     /// `None`: the machine is not the tenants' alone.
     pub privileges: Option<PrivilegeSettings>,
     pub interval: Duration,
-}
-
-/// Whether a finding of this probe is about the machine's integrity.
-#[must_use]
-pub fn is_of(probe: &str) -> bool {
-    [privileges::PROBE, package_files::PROBE].contains(&probe)
 }
 
 /// The integrity of the machine, as of the last comparison.

@@ -10,8 +10,7 @@ use wire::heartbeat::{GpuTelemetry, Telemetry};
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, IMAGE_DIGEST_FILE, InstalledSystem, NodeInventory};
 
 use crate::bounded_reading::BoundedReading;
-use crate::health::finding_log::Condition;
-use crate::health::machine_conditions::late_readings;
+use crate::finding_log::{Condition, late_readings};
 use crate::ssh;
 use crate::storage::{Space, Storage};
 

@@ -8,8 +8,9 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
 
 use crate::allocation_records::WithheldGpu;
-use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
-use crate::health::finding_log::Condition;
+use crate::executor::{Executor, ReleaseOutcome};
+use crate::finding_log::Condition;
+use crate::task_outcome::{TaskFailure, TaskOutput};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::GpuWithoutProof;
 

@@ -33,9 +33,11 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 use crate::allocation_records::{AllocationRecord, AllocationRecords, WithheldGpu};
 use crate::atomic_file::{self, FileError};
 use crate::bounded_tool::Tool;
-use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
+use crate::cleanup_checks;
+use crate::executor::{Executor, ReleaseOutcome, tenant_setup};
+use crate::finding_log::Condition;
 use crate::gpus::Gpus;
-use crate::health::finding_log::Condition;
+use crate::task_outcome::{TaskFailure, TaskOutput, output, uuids};
 use crate::terminal::ShellCommand;
 use crate::unproved_gpus::{self, GpuWithoutProof};
 

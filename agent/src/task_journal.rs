@@ -25,8 +25,7 @@ use wire::task::{OpenTerminal, TASK_TYPES, Task, TaskPayload, TaskResult, TaskSt
 
 use crate::atomic_file::{self, FileError};
 use crate::bounded_reading::LATE_AFTER;
-use crate::health::finding_log::Condition;
-use crate::health::machine_conditions::late_readings;
+use crate::finding_log::{Condition, late_readings};
 use crate::server_clock::ServerClock;
 use writer::{JournalWriter, PendingEntry};
 

@@ -30,10 +30,10 @@ use wire::recording::RecordMode;
 use wire::task::OpenTerminal;
 use wire::terminal::RETAINED_OUTPUT;
 
-use crate::executor::TaskFailure;
 use crate::process_attributes;
 use crate::server_clock::ServerClock;
 use crate::service_manager::ServiceManager;
+use crate::task_outcome::TaskFailure;
 use output::OutputBuffer;
 use pty::PtyMaster;
 use recording::{Recorder, Upload};

@@ -22,9 +22,9 @@ use wire::inventory::DeviceRef;
 
 use crate::atomic_file::{self, FileError};
 use crate::chain;
-use crate::executor::cleanup_checks;
+use crate::cleanup_checks;
+use crate::finding_log::Condition;
 use crate::gpus::Gpus;
-use crate::health::finding_log::Condition;
 use crate::repeated_failures::RepeatedFailures;
 use crate::server_clock;
 

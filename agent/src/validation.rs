@@ -14,9 +14,9 @@ use tracing::warn;
 use wire::validation::{GpuMeasurements, LoadLevel, LoadReport, ValidationLoad};
 
 use crate::bounded_tool::ToolError;
-use crate::executor::{TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
 use crate::health::gpu_conditions;
+use crate::task_outcome::{TaskFailure, TaskOutput};
 
 mod fio;
 mod gpu;

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use agent::executor::cleanup_checks;
+use agent::cleanup_checks;
 use agent::gpu_probe::GpuProbe;
 use agent::gpus::{DeviceUse, Gpus, MemoryUse};
 use fake_nvml::{FakeGpu, FakeMachine};

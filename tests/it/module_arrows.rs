@@ -31,7 +31,7 @@ const FLOORS: &[&str] = &["kernel", "entities", "cross_entity"];
 const CRATES: [Rules; 7] = [
     Rules { floors: FLOORS, apart: &["entities"], ..Rules::of("actors/domain/src") },
     Rules { back: &[("entity_host", "entity")], ..Rules::of("actors/src") },
-    Rules { back: &AGENT_BACK, ..Rules::of("agent/src") },
+    Rules::of("agent/src"),
     Rules::of("edge/cli/src"),
     Rules::of("edge/src"),
     Rules::of("persistence/src"),
@@ -40,18 +40,6 @@ const CRATES: [Rules; 7] = [
 
 /// The arrows from unit to unit, each with the places that draw it: file and path.
 type Arrows = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
-
-/// What is left to be untangled of the agent.
-const AGENT_BACK: [(&str, &str); 8] = [
-    ("agent_update", "config"),
-    ("executor", "allocation_records"),
-    ("health", "config"),
-    ("health", "integrity"),
-    ("health", "system_executor"),
-    ("terminal", "executor"),
-    ("unproved_gpus", "executor"),
-    ("unproved_gpus", "health"),
-];
 
 #[test]
 fn modules_of_a_crate_have_floors_and_no_circles() {

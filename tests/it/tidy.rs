@@ -363,7 +363,7 @@ const READERS_OF_OWN_JSON: [&str; 41] = [
     "actors/src/entity_shell.rs",
     "agent/package/src/update/update_folder.rs",
     "agent/src/allocation_records.rs",
-    "agent/src/health/finding_log.rs",
+    "agent/src/finding_log.rs",
     "agent/src/identity.rs",
     "agent/src/integrity/baseline.rs",
     "agent/src/integrity/recorded_tenants.rs",

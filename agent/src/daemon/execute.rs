@@ -19,11 +19,12 @@ use super::poll::task_span;
 use super::{Agent, BACKOFF_BASE, Fatal, locked};
 use crate::chain;
 use crate::diagnostics;
-use crate::executor::{Executor, TaskFailure, TaskOutput};
+use crate::executor::Executor;
 use crate::full_jitter::Backoff;
 use crate::node_api_client::NodeApiError;
 use crate::server_clock::ServerClock;
 use crate::task_journal::{JournalEntry, JournalError, Phase, ReportOutcome};
+use crate::task_outcome::{TaskFailure, TaskOutput};
 use crate::task_plan::{TaskPlan, plan};
 use crate::validation;
 

@@ -14,9 +14,9 @@ use super::execute::AttemptStage;
 use super::{Agent, BACKOFF_BASE, UnstoredFile, enroll, locked};
 use crate::bounded_reading::{BoundedReading, Reading};
 use crate::chain;
+use crate::finding_log::Condition;
 use crate::full_jitter::Backoff;
-use crate::health::HealthMonitor;
-use crate::health::finding_log::Condition;
+use crate::health::{HealthMonitor, MonitoredMachine};
 use crate::identity::IdentityError;
 use crate::inventory::InventoryReadings;
 use crate::logging;
@@ -48,16 +48,16 @@ impl Agent {
             update_proof: BoundedReading::of("the proof of an update"),
         };
         let heartbeat_now = Arc::clone(&self.heartbeat_now);
-        let mut monitor = HealthMonitor::start(
-            &self.config,
-            self.boot_id,
-            (self.gpus.source(), &self.inventory.gpus),
-            self.integrity.clone(),
-            self.stop.clone(),
-            move || {
-                heartbeat_now.notify_one();
-            },
-        );
+        let machine = MonitoredMachine {
+            state_dir: &self.config.state_dir,
+            kernel_log: &self.config.kernel_log,
+            boot_id: self.boot_id,
+            gpu_source: self.gpus.source(),
+            listed: &self.inventory.gpus,
+            guards_device_files: self.config.system.is_some(),
+        };
+        let on_new_event = move || heartbeat_now.notify_one();
+        let mut monitor = HealthMonitor::start(&machine, self.integrity.clone(), self.stop.clone(), on_new_event);
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         let mut is_in_contact = false;
         let mut reads_later_fields = false;

@@ -20,8 +20,8 @@ use wire::task::OpenTerminal;
 use wire::terminal::MESSAGE;
 
 use super::Agent;
-use crate::executor::{TaskFailure, TaskOutput};
 use crate::node_api_client::{CORRELATION_ID, tls_as_node};
+use crate::task_outcome::{TaskFailure, TaskOutput};
 use crate::terminal::{StreamError, TerminalSocket, TerminalTransport, UploadError};
 
 impl Agent {

@@ -12,8 +12,8 @@ use super::{Agent, locked};
 use crate::agent_update::{Begun, in_use};
 use crate::bounded_reading::BoundedReading;
 use crate::chain;
-use crate::executor::TaskFailure;
 use crate::task_journal::JournalEntry;
+use crate::task_outcome::TaskFailure;
 
 /// How often the outcome is looked for.
 const PAUSE: Duration = Duration::from_millis(300);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use nvml_wrapper_sys::bindings as nvml;
 
-use super::finding_log::{Condition, FindingLog};
+use crate::finding_log::{Condition, FindingLog};
 use crate::gpu_probe::probe::GPU_FABRIC;
 use crate::gpu_probe::{GpuFabric, GpuSurvey};
 

@@ -10,7 +10,7 @@ use nvml_wrapper_sys::bindings::{
 use crate::gpu_probe::{GpuSurvey, SurveyedGpu, probe};
 
 use super::fabric_conditions;
-use super::finding_log::{Condition, FindingLog};
+use crate::finding_log::{Condition, FindingLog};
 
 /// `nvmlClocksEventReasons`: slowed by heat, by the driver or by the hardware.
 const THERMAL: u64 = 0x20 | 0x40;

@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 use wire::heartbeat::{Alert, Classification, HealthLevel, HealthReport};
 use wire::inventory::GpuInfo;
 
-use super::finding_log::{self, Condition};
+use crate::finding_log::{self, Condition};
 use crate::gpu_probe::{GpuError, GpuSurvey, ProcessFault, UnreadableGpu};
 
 /// This many consecutive surveys without an answer are a fault. Fewer are a transient failure of the driver: as a fault they would stop the
@@ -296,8 +296,8 @@ fn missing_conditions(health: &HealthReport, lost: u32) -> Vec<Condition> {
 mod tests {
     use chrono::TimeDelta;
 
-    use super::super::finding_log::FindingKey;
     use super::*;
+    use crate::finding_log::FindingKey;
     use crate::gpu_probe::{GpuCondition, SurveyedGpu};
     use wire::inventory::GpuTopology;
 

@@ -7,8 +7,8 @@ use chrono::TimeDelta;
 use nix::sys::statvfs::{FsFlags, statvfs};
 use wire::finding::Finding;
 
-use super::finding_log::Condition;
-use crate::bounded_reading::{BoundedReading, LATE_AFTER};
+use crate::bounded_reading::BoundedReading;
+use crate::finding_log::{Condition, late_reading};
 use crate::server_clock::describe_offset;
 
 /// With less space the agent may not be able to journal a task.
@@ -16,9 +16,6 @@ const LEAST_BYTES: u64 = 64 * 1024 * 1024;
 const LEAST_FILES: u64 = 1000;
 /// The memory controllers whose errors the kernel counts.
 const MEMORY_CONTROLLERS: &str = "/sys/devices/system/edac/mc";
-
-/// The probe of readings that do not answer.
-pub const READING: &str = "reading";
 
 /// Probes the machine. What does not answer keeps nothing else from being probed.
 pub struct MachineProbe {
@@ -97,19 +94,6 @@ impl MachineProbe {
             _ => false,
         }
     }
-}
-
-/// The condition that a reading does not answer.
-pub fn late_reading<T: Send + 'static>(code: &str, reading: &BoundedReading<T>) -> Option<Condition> {
-    late_readings(code, reading.late_since().map(|_| reading.subject()).into_iter())
-}
-
-/// The condition that readings of one kind do not answer, which it names.
-pub fn late_readings<'a>(code: &str, late: impl Iterator<Item = &'a str>) -> Option<Condition> {
-    let late: Vec<&str> = late.collect();
-    let detail = || format!("no answer for more than {} s: {}", LATE_AFTER.as_secs(), late.join(", "));
-    // Another set of them is another occurrence, so that the detail is of what does not answer now.
-    (!late.is_empty()).then(|| Condition::of_machine(READING, code, detail()).with_state(late.join("\n")))
 }
 
 fn is_read_only(path: &Path) -> Option<bool> {

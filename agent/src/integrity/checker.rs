@@ -12,13 +12,13 @@ use super::accounts::{HomeReads, MachineAccounts, key_files};
 use super::baseline::{Baseline, BaselineFile, StoredBaseline};
 use super::groups;
 use super::listeners::{self, PortRange};
-use super::privileges::{Entries, Observed, PROBE, PrivilegeKind, Privileges, condition, differences, state_of};
+use super::privileges::{Entries, Observed, PrivilegeKind, Privileges, condition, differences, state_of};
 use super::recorded_tenants::RecordedTenants;
 use super::setuid::{SearchedFolders, SetuidSearch};
 use super::startup_files;
 use super::sudo_rules;
 use crate::chain;
-use crate::health::finding_log::Condition;
+use crate::finding_log::{Condition, PRIVILEGE};
 
 /// The code of the finding that the baseline cannot be read.
 const BASELINE_DAMAGED: &str = "baseline_damaged";
@@ -249,10 +249,10 @@ impl PrivilegeChecker {
             BaselineState::None | BaselineState::Of(_) => None,
         };
         if let Some((code, detail)) = of_baseline {
-            found.push(Condition::of_machine(PROBE, code, detail).with_state(String::new()));
+            found.push(Condition::of_machine(PRIVILEGE, code, detail).with_state(String::new()));
         }
         if let Some((kind, why)) = self.incomplete.first_key_value() {
-            found.push(Condition::of_machine(PROBE, INCOMPLETE, format!("{}: {why}", kind.code())));
+            found.push(Condition::of_machine(PRIVILEGE, INCOMPLETE, format!("{}: {why}", kind.code())));
         }
         found
     }

@@ -10,10 +10,8 @@ use agent_package::manifest::{FileEntry, FileList};
 use agent_package::update::{Installation, UpdateFolder};
 
 use super::bounded_file::{FileStamp, digest, sha256};
-use crate::health::finding_log::Condition;
+use crate::finding_log::{Condition, PACKAGE};
 
-/// The probe of findings about the package.
-pub const PROBE: &str = "package";
 /// The most files that a finding names.
 const NAMED: usize = 8;
 
@@ -51,7 +49,7 @@ impl PackageFiles {
             named.push("…");
         }
         let detail = format!("{} of {}: {}", altered.len(), self.installation.digest.name(), named.join(", "));
-        Some(Condition::of_machine(PROBE, "altered", detail).with_state(digest(altered.join("\n").as_bytes())))
+        Some(Condition::of_machine(PACKAGE, "altered", detail).with_state(digest(altered.join("\n").as_bytes())))
     }
 
     fn altered(&mut self, list: &FileList) -> Vec<String> {

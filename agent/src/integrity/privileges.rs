@@ -6,10 +6,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use super::bounded_file::{digest, is_unfit};
-use crate::health::finding_log::Condition;
+use crate::finding_log::{Condition, PRIVILEGE};
 
-/// The probe of findings about privileges.
-pub const PROBE: &str = "privilege";
 /// The most entries of one kind.
 pub const MAX_ENTRIES: usize = 4096;
 /// The most differences that a finding names; a finding is shorter yet.
@@ -140,7 +138,7 @@ pub fn condition(kind: PrivilegeKind, differences: &Entries) -> Condition {
         named.push("…");
     }
     let detail = format!("{} ({}): {}", differences.len(), &state[..SHOWN_DIGITS], named.join(", "));
-    Condition::of_machine(PROBE, kind.code(), detail).with_state(state)
+    Condition::of_machine(PRIVILEGE, kind.code(), detail).with_state(state)
 }
 
 /// What identifies these differences.

@@ -14,7 +14,7 @@ use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use crate::bounded_tool::{SHORT_LIMIT, Tool, ToolError};
-use crate::executor::cleanup_checks::finding;
+use crate::cleanup_checks::finding;
 
 /// The leftovers of one allocation.
 pub struct SandboxLeftovers {

@@ -16,7 +16,7 @@ use super::file_search::{self, SearchResult};
 use super::mounts::{self, Mounts};
 use super::private_tmp::PrivateTmp;
 use crate::bounded_tool::{SHORT_LIMIT, Tool, ToolError};
-use crate::executor::cleanup_checks::{check_path_removed, finding};
+use crate::cleanup_checks::{check_path_removed, finding};
 
 /// The most paths that a finding names.
 const SHOWN: usize = 20;

@@ -24,7 +24,7 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use super::account_records::{ACCOUNT_RECORDS, AccountRecords, UID_CLAIMS, UidClaims, WrittenFiles};
 use crate::atomic_file::{self, FileError};
 use crate::bounded_tool::Tool;
-use crate::executor::TaskFailure;
+use crate::task_outcome::TaskFailure;
 
 /// The files that name accounts, and the check of each in the proof. Each may have a backup beside it (`passwd-`).
 const FILES: [(&str, CleanupCheck); 6] = [

@@ -20,8 +20,8 @@ use wire::inventory::DeviceRef;
 use super::accounts::TenantAccount;
 use crate::atomic_file;
 use crate::bounded_tool::{self, ToolError};
-use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
+use crate::task_outcome::TaskFailure;
 use crate::terminal::ShellCommand;
 
 const OF_ROOT: u32 = 0o600;

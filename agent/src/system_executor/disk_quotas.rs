@@ -15,7 +15,7 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 use super::accounts::TenantAccount;
 use super::mounts::{self, QuotaFileSystem};
 use super::tenant_limits::{LimitSettings, part_of, to_count};
-use crate::executor::cleanup_checks::finding;
+use crate::cleanup_checks::finding;
 
 const GIB: u64 = 1 << 30;
 /// The unit of quotas, in bytes.

@@ -12,8 +12,8 @@ use wire::inventory::DeviceRef;
 use super::System;
 use super::accounts::TenantAccount;
 use crate::allocation_records::AllocationRecord;
-use crate::executor::TaskFailure;
 use crate::repeated_failures::RepeatedFailures;
+use crate::task_outcome::TaskFailure;
 
 /// What the agent remembers of the devices of tenants.
 #[derive(Default)]

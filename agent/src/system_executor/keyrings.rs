@@ -13,7 +13,7 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use super::accounts::TenantAccount;
 use crate::bounded_tool::{SHORT_LIMIT, Tool};
-use crate::executor::cleanup_checks::finding;
+use crate::cleanup_checks::finding;
 
 /// The flag that makes the agent's program revoke the current user's keyrings and exit.
 pub const FLAG: &str = "--forget-keyrings";

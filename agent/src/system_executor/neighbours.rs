@@ -13,9 +13,9 @@ use super::disk_quotas::{self, UnboundedDisk};
 use super::loopback_guard::UnguardedLoopback;
 use super::tenant_limits::UnboundedTenants;
 use crate::chain;
-use crate::executor::TaskFailure;
+use crate::finding_log::{self, Condition};
 use crate::gpu_probe::GpuSurvey;
-use crate::health::finding_log::{self, Condition};
+use crate::task_outcome::TaskFailure;
 
 /// The probe and the codes of findings about bounds of tenants.
 const LIMITS: &str = "limits";

@@ -26,8 +26,8 @@ use super::directory_walk;
 use super::mounts::{self, Mounts};
 use super::private_proc::{self, VisibleProcesses};
 use crate::atomic_file::{self, FileError};
-use crate::executor::TaskFailure;
-use crate::executor::cleanup_checks::check_path_removed;
+use crate::cleanup_checks::check_path_removed;
+use crate::task_outcome::TaskFailure;
 use crate::terminal::ShellCommand;
 
 /// The tenant's own folders and their names. `/tmp` is last: if another one is a link to it, `/tmp` is what the tenant sees.

@@ -7,8 +7,8 @@ use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use crate::atomic_file;
 use crate::bounded_tool::{SHORT_LIMIT, Tool};
-use crate::executor::TaskFailure;
-use crate::executor::cleanup_checks::check_path_removed;
+use crate::cleanup_checks::check_path_removed;
+use crate::task_outcome::TaskFailure;
 
 const FOLDER: &str = "/etc/sudoers.d";
 const MODE: u32 = 0o440;

@@ -11,7 +11,7 @@ use super::accounts::TenantAccount;
 use super::device_guard::launcher_in_slice;
 use crate::atomic_file;
 use crate::bounded_tool::{SHORT_LIMIT, Tool, ToolError};
-use crate::executor::TaskFailure;
+use crate::task_outcome::TaskFailure;
 
 const FILE: &str = "60-limits.conf";
 /// The controllers of the machine's control groups, with version 2.

@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use agent::executor::{Executor as _, TaskFailure};
+use agent::executor::Executor as _;
 use agent::gpu_probe::GpuProbe;
 use agent::gpus::Gpus;
 use agent::system_executor::{Settings, System, SystemOpenError};
+use agent::task_outcome::TaskFailure;
 use fake_nvml::FakeMachine;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

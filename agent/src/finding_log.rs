@@ -11,15 +11,26 @@ use wire::finding::{Finding, MAX_FINDING_DETAIL, MAX_FINDINGS};
 use wire::inventory::GpuInfo;
 
 use crate::atomic_file::{self, FileError, PRIVATE};
-use crate::bounded_reading::{BoundedReading, Reading, WAIT};
+use crate::bounded_reading::{BoundedReading, LATE_AFTER, Reading, WAIT};
 use crate::chain;
-use crate::integrity;
 
 const FILE: &str = "health.json";
 /// The most findings that are tracked, with conditions that have ended.
 const MAX_TRACKED: usize = 4 * MAX_FINDINGS;
 /// A condition has ended when it is absent from this many observations in a row: one that comes and goes is one finding.
 const ABSENT_OBSERVATIONS: u32 = 3;
+
+/// The probe of readings that do not answer.
+pub const READING: &str = "reading";
+/// The probes of an altered machine.
+pub const PACKAGE: &str = "package";
+pub const PRIVILEGE: &str = "privilege";
+
+/// Whether a finding of this probe is about an altered machine.
+#[must_use]
+pub fn is_of_altered_machine(probe: &str) -> bool {
+    [PACKAGE, PRIVILEGE].contains(&probe)
+}
 
 /// What identifies a finding within a boot.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -63,6 +74,19 @@ impl Condition {
     pub fn with_state(self, state: String) -> Self {
         Self { state: Some(state), ..self }
     }
+}
+
+/// The condition that a reading does not answer.
+pub fn late_reading<T: Send + 'static>(code: &str, reading: &BoundedReading<T>) -> Option<Condition> {
+    late_readings(code, reading.late_since().map(|_| reading.subject()).into_iter())
+}
+
+/// The condition that readings of one kind do not answer, which it names.
+pub fn late_readings<'a>(code: &str, late: impl Iterator<Item = &'a str>) -> Option<Condition> {
+    let late: Vec<&str> = late.collect();
+    let detail = || format!("no answer for more than {} s: {}", LATE_AFTER.as_secs(), late.join(", "));
+    // Another set of them is another occurrence, so that the detail is of what does not answer now.
+    (!late.is_empty()).then(|| Condition::of_machine(READING, code, detail()).with_state(late.join("\n")))
 }
 
 /// Occurrences of an event since the last report of it.
@@ -137,7 +161,7 @@ impl Tracked {
 impl State {
     /// The findings that outlive a boot.
     fn altered_machine(&self) -> impl Iterator<Item = &Tracked> {
-        self.findings.iter().filter(|tracked| tracked.is_reported() && integrity::is_of(&tracked.finding.probe))
+        self.findings.iter().filter(|tracked| tracked.is_reported() && is_of_altered_machine(&tracked.finding.probe))
     }
 }
 
@@ -449,8 +473,8 @@ mod tests {
         log.set_address("0000:5e:00", "GPU-2");
         assert!(log.report().iter().any(|it| it.gpu_uuid.as_deref() == Some("PCI-0000:3b:00")));
         log.set_address("0000:3b:00", "GPU-1");
-        let named: Vec<_> = log.report().into_iter().map(|it| (it.gpu_uuid.unwrap(), it.code, it.count)).collect();
-        assert_eq!(named, [("GPU-1".into(), "31".into(), 3), ("GPU-1".into(), "79".into(), 1)]);
+        let shown = |it: &Finding| format!("{} {} {}", it.gpu_uuid.as_deref().unwrap_or("none"), it.code, it.count);
+        assert_eq!(log.report().iter().map(shown).collect::<Vec<_>>(), ["GPU-1 31 3", "GPU-1 79 1"]);
     }
 
     #[test]
