@@ -7,7 +7,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -307,7 +306,7 @@ fn read(folder: &Path) -> Result<BTreeMap<Uuid, AllocationRecord>, FileError> {
         held.insert(allocation_id, record);
     }
     // The folder's mode is part of the guarantee that tenants cannot read each other's keys.
-    fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(FileError::at("protect", folder))?;
+    atomic_file::protect(folder, 0o700).map_err(FileError::at("protect", folder))?;
     Ok(held)
 }
 

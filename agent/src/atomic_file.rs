@@ -99,9 +99,31 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<
 pub fn private_folder(path: &Path) -> Result<(), FileError> {
     let make = || {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-        fs::set_permissions(path, Permissions::from_mode(0o700))
+        protect(path, 0o700)
     };
     make().map_err(FileError::at("create", path))
+}
+
+/// Gives a file or folder this mode, where it has another one: what is right already needs no disk that can be written.
+///
+/// # Errors
+/// The mode is another one, and cannot be changed.
+pub fn protect(path: &Path, mode: u32) -> io::Result<()> {
+    if fs::metadata(path)?.permissions().mode() & 0o7777 == mode {
+        return Ok(());
+    }
+    fs::set_permissions(path, Permissions::from_mode(mode))
+}
+
+/// Opens a file to lock it, and creates it where it is missing. One that is there can be locked on a disk that has become read-only, too.
+///
+/// # Errors
+/// It is missing and cannot be created, or cannot be opened.
+pub fn open_to_lock(path: &Path) -> io::Result<File> {
+    match OpenOptions::new().create(true).append(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => File::open(path),
+        opened => opened,
+    }
 }
 
 /// The content of a file, or `None` if there is no such file.

@@ -562,7 +562,7 @@ fn report_failure(error: &NodeApiError, doing: &'static str, pause: Duration) {
 /// Locks the state folder: with two agents on one folder, each would execute what the other's journal forbids.
 fn lock_state_dir(config: &AgentConfig) -> Result<Flock<File>, Fatal> {
     let path = config.state_dir.join("lock");
-    let file = File::create(&path).map_err(FileError::at("open", &path))?;
+    let file = atomic_file::open_to_lock(&path).map_err(FileError::at("open", &path))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|_| Fatal::AlreadyRunning)
 }
 

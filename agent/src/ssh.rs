@@ -10,10 +10,9 @@
 //!
 //! The agent's own sshd admits only tenants, and only with a key. Established connections survive its restart.
 
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File};
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -186,8 +185,7 @@ impl Sshd {
             return Ok(false);
         }
         // Others may have restored it from a backup. The tool refuses a key that all users can read.
-        fs::set_permissions(&key, Permissions::from_mode(atomic_file::PRIVATE))
-            .map_err(FileError::at("protect", &key))?;
+        atomic_file::protect(&key, atomic_file::PRIVATE).map_err(FileError::at("protect", &key))?;
         match Tool::new("ssh-keygen").args(["-y", "-P", "", "-f"]).arg(&key).run(TOOL_LIMIT) {
             Ok(public) => {
                 self.write_public_host_key(&public);
@@ -458,8 +456,12 @@ fn is_torn(key: &Path, error: &ToolError) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
+
     use nix::sys::stat::{Mode, umask};
+
+    use super::*;
 
     #[tokio::test]
     async fn sshd_output_is_logged_in_lines_of_bounded_length() {

@@ -18,7 +18,7 @@ use std::fs::{self, DirBuilder};
 use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -184,7 +184,7 @@ impl System {
         accounts.forget_released(|allocation_id| allocations.contains(allocation_id));
         let make_keys = || {
             DirBuilder::new().recursive(true).mode(0o755).create(&settings.keys)?;
-            fs::set_permissions(&settings.keys, fs::Permissions::from_mode(0o755))
+            atomic_file::protect(&settings.keys, 0o755)
         };
         make_keys().map_err(FileError::at("create", &settings.keys))?;
         let guard = DeviceGuard::of_this_machine(settings.devices.clone(), settings.tenant_devices.clone());

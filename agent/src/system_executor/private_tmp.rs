@@ -14,7 +14,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MsFlags, mount};
@@ -72,7 +72,7 @@ impl PrivateTmp {
             let path = base.join(own);
             let make = || {
                 DirBuilder::new().recursive(true).mode(MODE_OF_PARENT).create(&path)?;
-                fs::set_permissions(&path, fs::Permissions::from_mode(MODE_OF_PARENT))
+                atomic_file::protect(&path, MODE_OF_PARENT)
             };
             make().map_err(FileError::at("create", &path))?;
         }
@@ -109,7 +109,7 @@ impl PrivateTmp {
                     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
                     mount(Some("tmpfs"), &path, Some("tmpfs"), flags, Some("mode=1777"))?;
                 }
-                fs::set_permissions(&path, fs::Permissions::from_mode(MODE))
+                atomic_file::protect(&path, MODE)
             };
             make().map_err(FileError::at("make the tenant's own", &path))?;
         }

@@ -1,5 +1,6 @@
 //! The agent as a process of its own, as a service manager starts it.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
@@ -163,7 +164,12 @@ pub fn sandbox_user() -> Option<nix::unistd::User> {
 }
 
 fn give_away(path: &Path, user: &nix::unistd::User) {
-    std::os::unix::fs::lchown(path, Some(user.uid.as_raw()), Some(user.gid.as_raw())).unwrap();
+    let (uid, gid) = (user.uid.as_raw(), user.gid.as_raw());
+    let owned = path.symlink_metadata().unwrap();
+    // What is its own already may be on a disk that cannot be written.
+    if (owned.uid(), owned.gid()) != (uid, gid) {
+        std::os::unix::fs::lchown(path, Some(uid), Some(gid)).unwrap();
+    }
     if path.is_dir() && !path.is_symlink() {
         std::fs::read_dir(path).unwrap().for_each(|entry| give_away(&entry.unwrap().path(), user));
     }

@@ -2,7 +2,7 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use agent::executor::tenant_setup::MARKER;
 use chrono::TimeDelta;
@@ -74,6 +74,43 @@ async fn tenant_is_released_on_a_full_disk_after_a_restart_too_and_nothing_else_
 }
 
 #[tokio::test]
+async fn agent_starts_on_a_disk_that_has_become_read_only_and_ends_the_program_of_a_tenant() {
+    let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    let (_, disk) = state_on(&mounts, &folder);
+    let bundle = fake.bundle(folder.path());
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    eventually(|| (!fake.calls().heartbeats.is_empty()).then_some(())).await;
+    let tenant = Uuid::now_v7();
+    fake.set_up(tenant).await;
+    let mut program = program_of(tenant);
+    agent.kill_9();
+    disk.set_read_only(true);
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("polling").await;
+    let failed = fake.execute(&fake.release(tenant)).await;
+    assert!(program.try_wait().unwrap().is_some(), "{failed:?}");
+    // Its end is proved once the disk takes that.
+    assert_eq!(failed.error.map(|error| error.code), Some("cleanup_incomplete".to_owned()));
+    assert!(agent.count(UNWRITTEN) > 0);
+    agent.kill_9();
+    disk.set_read_only(false);
+    let _agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    let report = fake.end(tenant).await;
+    assert!(report.is_clean(ExecutorKind::Sandbox), "{report:?}");
+}
+
+/// A program that belongs to a tenant.
+fn program_of(tenant: Uuid) -> Child {
+    let mut program = Command::new("sleep");
+    program.arg("1000").env(MARKER, tenant.to_string()).stdin(Stdio::null()).current_dir("/");
+    if let Some(user) = sandbox_user() {
+        program.uid(user.uid.as_raw()).gid(user.gid.as_raw());
+    }
+    program.spawn().unwrap()
+}
+
+#[tokio::test]
 async fn program_of_a_tenant_is_ended_although_the_disk_does_not_answer() {
     let Some(mounts) = OwnMounts::of_this_thread(skipped_tests::report_skipped) else { return };
     let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
@@ -82,12 +119,7 @@ async fn program_of_a_tenant_is_ended_although_the_disk_does_not_answer() {
     eventually(|| (!fake.calls().heartbeats.is_empty()).then_some(())).await;
     let tenant = Uuid::now_v7();
     fake.set_up(tenant).await;
-    let mut program = Command::new("sleep");
-    program.arg("1000").env(MARKER, tenant.to_string()).stdin(Stdio::null()).current_dir("/");
-    if let Some(user) = sandbox_user() {
-        program.uid(user.uid.as_raw()).gid(user.gid.as_raw());
-    }
-    let mut program = program.spawn().unwrap();
+    let mut program = program_of(tenant);
     // So that the journal is opened again with the next line.
     fill(&disk, &fake, &agent).await;
     let _hanging = mounts.hang(&state);

@@ -66,6 +66,12 @@ impl SmallMount {
         fill(&self.point);
     }
 
+    /// As after an error of the disk. Nothing may have a file of it open for writing.
+    pub fn set_read_only(&self, is_read_only: bool) {
+        let flags = if is_read_only { MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY } else { MsFlags::MS_REMOUNT };
+        mount(None::<&str>, &self.point, None::<&str>, flags, None::<&str>).unwrap();
+    }
+
     /// Removes what has filled it.
     pub fn make_room(&self) {
         std::fs::remove_file(self.point.join("ballast")).unwrap();
