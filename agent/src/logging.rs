@@ -34,7 +34,7 @@ pub fn init(filter: &str, node_id: Option<Uuid>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Logs how many lines were dropped, since whoever reads the log did not take them.
+/// Logs how many lines were dropped, since the reader of the log did not take them.
 pub fn report_dropped_lines() {
     let dropped = LOG.get().map_or(0, BoundedLines::take_dropped);
     if dropped > 0 {

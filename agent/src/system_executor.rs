@@ -158,8 +158,6 @@ pub enum SystemOpenError {
     HomesAreCovered(PathBuf),
     #[error(transparent)]
     Store(#[from] FileError),
-    #[error("the tenants' own folders cannot be made")]
-    Private(#[source] TaskFailure),
 }
 
 impl System {
@@ -206,7 +204,7 @@ impl System {
             state_dir: state_dir.to_owned(),
         };
         system.separate_neighbours();
-        system.restore_private_tmp().map_err(SystemOpenError::Private)?;
+        system.restore_private_tmp();
         let tenants = system.present_tenants().into_iter().map(|(_, account)| account.uid).collect();
         if let Err(failure) = system.guard.close_all_but(&tenants) {
             warn!(error_code = failure.code, error = failure.message, "a device stays open that no tenant holds");
@@ -274,10 +272,18 @@ impl System {
         self.allocations.all().into_iter().filter_map(account).collect()
     }
 
-    /// Folders in memory are gone after a reboot.
-    fn restore_private_tmp(&self) -> Result<(), TaskFailure> {
-        let accounts = self.allocations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
-        accounts.filter(TenantAccount::is_there).try_for_each(|account| self.private.make(&account))
+    /// Folders in memory are gone after a reboot. A tenant whose folders cannot be made gets no session; its neighbours get theirs.
+    fn restore_private_tmp(&self) {
+        for (held, account) in self.present_tenants() {
+            if let Err(failure) = self.private.make(&account) {
+                warn!(
+                    error_code = failure.code,
+                    error = failure.message,
+                    allocation_id = %held.allocation_id,
+                    "a tenant has no /tmp of its own, and no new session; correct what the error names, and restart the agent"
+                );
+            }
+        }
     }
 
     const fn processes_of<'a>(&'a self, account: &'a TenantAccount) -> TenantProcesses<'a> {

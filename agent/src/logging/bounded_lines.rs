@@ -63,7 +63,7 @@ fn write_all(mut sink: impl Write, lines: &Receiver<PendingLine>, state: &State)
         // A failure to write the log cannot be logged.
         let _ = sink.write_all(&text);
         state.is_stuck.store(false, Ordering::Relaxed);
-        // Nobody waits any more where it took longer than a moment.
+        // Its caller has gone on where it took longer than a moment.
         let _ = written.try_send(());
     }
 }

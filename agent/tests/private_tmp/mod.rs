@@ -116,6 +116,23 @@ fn terminal_without_a_private_tmp_does_not_start() {
 }
 
 #[test]
+fn agent_starts_although_a_folder_of_one_tenant_cannot_be_made() {
+    overlay_machine::alone("private_tmp::agent_starts_although_a_folder_of_one_tenant_cannot_be_made", || {
+        let node = Node::start();
+        let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        node.make(id, NAME, &[0]);
+        node.make(next, NEIGHBOUR, &[1]);
+        let own = &own_folders(NAME)[0];
+        fs::remove_dir(own).unwrap();
+        fs::write(own, "no folder").unwrap();
+        drop(node);
+        let node = Node::start();
+        assert!(!node.terminal_can(id, NAME, "true"));
+        assert!(node.terminal_can(next, NEIGHBOUR, "touch /tmp/mine"));
+    });
+}
+
+#[test]
 fn pam_login_has_a_private_tmp_when_the_profile_is_installed() {
     if !is_known_to_pam() {
         return;

@@ -328,7 +328,7 @@ impl Machine {
             Happening::KeyLost => self.lose_key(),
             Happening::DelayedArrive => {
                 for request in self.control_plane.delayed.take() {
-                    // Nobody waits for the answer.
+                    // The agent does not wait for the answer any more.
                     let _ = self.control_plane.decide(request);
                 }
             }
