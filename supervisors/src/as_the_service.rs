@@ -7,6 +7,7 @@ use persistence::pool::ConnectionError;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
+use telemetry::diagnosis::unit::is_booted_by_systemd;
 use tokio::process::Command;
 
 const SYSTEMD_RUN: &str = "/usr/bin/systemd-run";
@@ -15,11 +16,6 @@ const USER: &str = "gpuaas";
 /// Whether the server admits the service's user alone, by the user of the process that connects.
 pub(crate) fn is_needed(error: &ConnectionError) -> bool {
     chain(error).contains("Peer authentication failed")
-}
-
-/// Whether systemd has booted this machine (`sd_booted(3)`).
-pub(crate) fn is_booted_by_systemd() -> bool {
-    Path::new("/run/systemd/system").exists()
 }
 
 /// Whether this process can start one.

@@ -3,32 +3,20 @@
 use super::ENV_FILE;
 use crate::bounded_tool::{Tool, ToolError};
 use crate::config::Flags;
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 use telemetry::diagnosis::DiagnosticFinding;
+use telemetry::diagnosis::unit::{UnitState, is_booted_by_systemd};
 
 const UNIT: &str = "gpuaas-agent.service";
-const PROPERTIES: &str = "--property=LoadState,ActiveState,SubState,UnitFileState,Result,ExecMainStatus";
 const JOURNAL: &str = "`journalctl -u gpuaas-agent` says why";
 /// Less than the limit of the check.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(4);
 
-/// The agent's unit, where systemd has loaded it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct UnitState {
-    active: String,
-    sub: String,
-    is_enabled: bool,
-    /// Why it has ended, and its exit status.
-    result: String,
-    status: String,
-}
-
 pub(super) fn examine(flags: &Flags) -> Vec<DiagnosticFinding> {
     // With another file than the unit's it is another agent that is looked at.
     let is_of_the_unit = flags.env_file.as_deref().is_none_or(|file| file == Path::new(ENV_FILE));
-    let unit = if is_of_the_unit && Path::new("/run/systemd/system").exists() { unit_state() } else { Ok(None) };
+    let unit = if is_of_the_unit && is_booted_by_systemd() { unit_state() } else { Ok(None) };
     vec![match unit {
         Ok(unit) => judge(unit.as_ref(), flags.env_file.is_some()),
         Err(error) => DiagnosticFinding::error(error.to_string(), super::SYSTEMD),
@@ -37,34 +25,23 @@ pub(super) fn examine(flags: &Flags) -> Vec<DiagnosticFinding> {
 
 /// `None` where there is no such unit.
 fn unit_state() -> Result<Option<UnitState>, ToolError> {
-    Ok(parse(&Tool::new("systemctl").args(["show", UNIT, PROPERTIES]).run(ANSWERS_WITHIN)?))
-}
-
-fn parse(shown: &str) -> Option<UnitState> {
-    let properties: BTreeMap<_, _> = shown.lines().filter_map(|line| line.split_once('=')).collect();
-    let property = |name: &str| properties.get(name).copied().unwrap_or_default().to_owned();
-    (property("LoadState") == "loaded").then(|| UnitState {
-        active: property("ActiveState"),
-        sub: property("SubState"),
-        is_enabled: property("UnitFileState").starts_with("enabled"),
-        result: property("Result"),
-        status: property("ExecMainStatus"),
-    })
+    Ok(UnitState::parse(&Tool::new("systemctl").args(UnitState::arguments(UNIT)).run(ANSWERS_WITHIN)?))
 }
 
 fn judge(unit: Option<&UnitState>, has_settings: bool) -> DiagnosticFinding {
-    let Some(UnitState { active, sub, is_enabled, result, status }) = unit else {
+    let Some(unit) = unit else {
         return DiagnosticFinding::ok(format!("there is no {UNIT} with these settings"));
     };
+    let UnitState { active, result, status, is_enabled, .. } = unit;
     match active.as_str() {
         "active" => DiagnosticFinding::ok(format!("{UNIT} runs")),
         "failed" => DiagnosticFinding::error(
             format!("{UNIT} has failed: {result}, exit status {status}"),
-            format!("{}; then: systemctl restart {UNIT}", remedy(result, status)),
+            format!("{}; then: systemctl restart {UNIT}", remedy(unit)),
         ),
-        "activating" if sub == "auto-restart" => DiagnosticFinding::error(
+        _ if unit.is_restarting() => DiagnosticFinding::error(
             format!("{UNIT} ends and is started again: {result}, exit status {status}"),
-            remedy(result, status),
+            remedy(unit),
         ),
         "activating" | "deactivating" | "reloading" => DiagnosticFinding::warning(
             format!("{UNIT} is {active}"),
@@ -83,16 +60,14 @@ fn judge(unit: Option<&UnitState>, has_settings: bool) -> DiagnosticFinding {
 }
 
 /// What an operator does about an exit status of the agent ([`crate::daemon::Fatal::exit_code`]).
-fn remedy(result: &str, status: &str) -> &'static str {
-    match status {
-        // The number of a signal.
-        _ if result != "exit-code" => JOURNAL,
-        "2" => "correct the settings that the other findings name",
-        "3" | "5" => "ask an administrator to reissue the node's enrollment: gpuctl nodes script NODE",
-        "4" => "the node was removed: register this machine as a new node, and install its bootstrap bundle",
-        "6" => "upgrade the agent: the control plane does not serve its protocol any more",
-        "7" => "stop the other agent that runs on the state's folder",
-        _ => JOURNAL,
+fn remedy(unit: &UnitState) -> &'static str {
+    match unit.exit_status() {
+        Some("2") => "correct the settings that the other findings name",
+        Some("3" | "5") => "ask an administrator to reissue the node's enrollment: gpuctl nodes script NODE",
+        Some("4") => "the node was removed: register this machine as a new node, and install its bootstrap bundle",
+        Some("6") => "upgrade the agent: the control plane does not serve its protocol any more",
+        Some("7") => "stop the other agent that runs on the state's folder",
+        Some(_) | None => JOURNAL,
     }
 }
 
@@ -132,12 +107,5 @@ mod tests {
             let action = found.action.clone().unwrap_or_default();
             assert!(found.level == level && action.contains(named), "{unit:?}: {found:?}");
         }
-    }
-
-    #[test]
-    fn unit_that_systemd_does_not_know_is_none() {
-        assert_eq!(parse("LoadState=not-found\nActiveState=inactive\n"), None);
-        let shown = "Result=exit-code\nExecMainStatus=4\nLoadState=loaded\nActiveState=failed\nSubState=failed\nUnitFileState=enabled\n";
-        assert_eq!(parse(shown), Some(unit("failed", "failed", true, "4")));
     }
 }

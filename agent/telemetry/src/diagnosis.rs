@@ -1,6 +1,7 @@
 //! Diagnoses: checks that run at once, each within its limit, and what they found. `gpuaas doctor` and `gpuaas-agent doctor` print them.
 
 pub mod machine;
+pub mod unit;
 
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};

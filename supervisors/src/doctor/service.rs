@@ -1,20 +1,22 @@
 //! The service itself: whether it answers on its operators' address that it is ready, and whether its unit does what it was enabled for.
 
 use super::LOCAL;
-use crate::as_the_service::is_booted_by_systemd;
 use crate::config::OPERATIONS_LISTEN;
 use crate::config::installed_settings::InstalledSettings;
+use crate::exit_status::{CONFIGURATION, UNAVAILABLE};
 use reqwest::{Client, StatusCode, redirect};
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::process::Stdio;
 use std::sync::Arc;
 use telemetry::diagnosis::DiagnosticFinding;
+use telemetry::diagnosis::unit::{UnitState, is_booted_by_systemd};
 use tokio::process::Command;
 
 const UNIT: &str = "gpuaas.service";
-const PROPERTIES: &str = "--property=LoadState,ActiveState,SubState,UnitFileState,Result,ExecMainStatus";
+/// `EXIT_CREDENTIALS` of `systemd.exec(5)`: a file of `LoadCredential=` is not there.
+const NO_CREDENTIALS: u8 = 243;
+const JOURNAL: &str = "`journalctl -u gpuaas` says why";
 /// An answer of `readyz` has a few checks.
 const MOST_BYTES: usize = 64 * 1024;
 
@@ -30,17 +32,6 @@ enum ServiceAnswer {
     Silent(String),
 }
 
-/// The service's unit, where systemd has loaded it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct UnitState {
-    active: String,
-    sub: String,
-    is_enabled: bool,
-    /// Why it has failed, and its exit status.
-    result: String,
-    status: String,
-}
-
 pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticFinding> {
     let address = match settings.operations_address() {
         Ok(address) => address,
@@ -54,10 +45,13 @@ pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticF
         // With other settings than the unit's it is another service that is looked at.
         match settings.is_of_the_unit() && is_booted_by_systemd() {
             true => unit_state().await,
-            false => None,
+            false => Ok(None),
         }
     });
-    vec![judge(address, &answer, unit.as_ref())]
+    vec![match unit {
+        Ok(unit) => judge(address, &answer, unit.as_ref()),
+        Err(why) => judge_without_systemd(address, &answer, &why),
+    }]
 }
 
 async fn ask(address: SocketAddr) -> ServiceAnswer {
@@ -96,28 +90,33 @@ fn read(status: StatusCode, body: &Value) -> ServiceAnswer {
     }
 }
 
-/// `None` where there is no such unit, or systemd does not answer.
-async fn unit_state() -> Option<UnitState> {
+/// `None` where there is no such unit. The error says why systemd does not answer.
+async fn unit_state() -> Result<Option<UnitState>, String> {
     let mut command = Command::new("systemctl");
-    command.args(["show", UNIT, PROPERTIES]).env("LC_ALL", "C").stdin(Stdio::null()).kill_on_drop(true);
-    let output = tokio::time::timeout(LOCAL, command.output()).await.ok()?.ok()?;
-    parse(&String::from_utf8_lossy(&output.stdout))
+    command.args(UnitState::arguments(UNIT)).env("LC_ALL", "C").stdin(Stdio::null()).kill_on_drop(true);
+    let output = match tokio::time::timeout(LOCAL, command.output()).await {
+        Ok(output) => output.map_err(|error| format!("systemctl cannot be run: {error}"))?,
+        Err(_) => return Err(format!("systemctl did not end within {} s", LOCAL.as_secs())),
+    };
+    match output.status.success() {
+        true => Ok(UnitState::parse(&String::from_utf8_lossy(&output.stdout))),
+        false => Err(format!("systemctl: {}", String::from_utf8_lossy(&output.stderr).trim())),
+    }
 }
 
-fn parse(shown: &str) -> Option<UnitState> {
-    let properties: BTreeMap<_, _> = shown.lines().filter_map(|line| line.split_once('=')).collect();
-    let property = |name: &str| properties.get(name).copied().unwrap_or_default().to_owned();
-    (property("LoadState") == "loaded").then(|| UnitState {
-        active: property("ActiveState"),
-        sub: property("SubState"),
-        is_enabled: property("UnitFileState").starts_with("enabled"),
-        result: property("Result"),
-        status: property("ExecMainStatus"),
-    })
+/// What answers is judged by its answer alone.
+fn judge_without_systemd(address: SocketAddr, answer: &ServiceAnswer, why: &str) -> DiagnosticFinding {
+    match answer {
+        ServiceAnswer::Silent(silence) => DiagnosticFinding::error(
+            format!("nothing answers at {address} ({silence}), and the state of {UNIT} is not known: {why}"),
+            "run this command as root; where it is, look at `journalctl -b -p warning`, then reboot the machine",
+        ),
+        ServiceAnswer::Ready | ServiceAnswer::NotReady(_) | ServiceAnswer::Foreign(_) => judge(address, answer, None),
+    }
 }
 
 fn judge(address: SocketAddr, answer: &ServiceAnswer, unit: Option<&UnitState>) -> DiagnosticFinding {
-    const JOURNAL: &str = "look at `journalctl -u gpuaas` and at the other findings";
+    const LOOK: &str = "look at `journalctl -u gpuaas` and at the other findings";
     let state = unit.map_or("", |unit| unit.active.as_str());
     match answer {
         ServiceAnswer::Ready if matches!(state, "inactive" | "failed") => DiagnosticFinding::warning(
@@ -130,7 +129,7 @@ fn judge(address: SocketAddr, answer: &ServiceAnswer, unit: Option<&UnitState>) 
             "run this command again in a minute",
         ),
         ServiceAnswer::NotReady(why) => {
-            DiagnosticFinding::error(format!("the service at {address} runs and is not ready: {why}"), JOURNAL)
+            DiagnosticFinding::error(format!("the service at {address} runs and is not ready: {why}"), LOOK)
         }
         ServiceAnswer::Foreign(status) => DiagnosticFinding::error(
             format!("{address} answers readyz with {status}, which this service does not"),
@@ -144,15 +143,15 @@ fn judge(address: SocketAddr, answer: &ServiceAnswer, unit: Option<&UnitState>) 
 }
 
 fn judge_silent_unit(address: SocketAddr, why: &str, unit: &UnitState) -> DiagnosticFinding {
-    let UnitState { active, sub, is_enabled, result, status } = unit;
+    let UnitState { active, result, status, is_enabled, .. } = unit;
     match active.as_str() {
         "failed" => DiagnosticFinding::error(
             format!("{UNIT} has failed: {result}, exit status {status}"),
-            format!("`journalctl -u gpuaas` says why; correct it, then: systemctl restart {UNIT}"),
+            format!("{}; then: systemctl restart {UNIT}", remedy(unit)),
         ),
-        "activating" if sub == "auto-restart" => DiagnosticFinding::error(
+        _ if unit.is_restarting() => DiagnosticFinding::error(
             format!("{UNIT} ends and is started again: {result}, exit status {status}"),
-            "`journalctl -u gpuaas` says why",
+            remedy(unit),
         ),
         "activating" | "deactivating" | "reloading" => {
             DiagnosticFinding::warning(format!("{UNIT} is {active}"), "run this command again in a minute")
@@ -172,6 +171,18 @@ fn judge_silent_unit(address: SocketAddr, why: &str, unit: &UnitState) -> Diagno
     }
 }
 
+/// What an operator does about an exit status of the service ([`crate::exit_status`]).
+fn remedy(unit: &UnitState) -> &'static str {
+    match unit.exit_status().and_then(|status| status.parse().ok()) {
+        Some(CONFIGURATION) => "correct what the other findings name, or what `journalctl -u gpuaas` says",
+        Some(UNAVAILABLE) => "the database cannot be reached: the findings of `postgres` say why",
+        Some(NO_CREDENTIALS) => {
+            "put the files kek, tls.pem and tls.key, or those of the unit's LoadCredential=, in their places"
+        }
+        Some(_) | None => JOURNAL,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -181,6 +192,37 @@ mod tests {
     fn unit(active: &str, sub: &str, is_enabled: bool) -> UnitState {
         let text = |text: &str| text.to_owned();
         UnitState { active: text(active), sub: text(sub), is_enabled, result: text("exit-code"), status: text("78") }
+    }
+
+    #[test]
+    fn exit_status_of_a_failed_unit_says_what_to_do() {
+        let address: SocketAddr = "127.0.0.1:9464".parse().unwrap();
+        let silent = ServiceAnswer::Silent("connection refused".to_owned());
+        for (result, status, named) in [
+            ("exit-code", "78", "the other findings"),
+            ("exit-code", "69", "postgres"),
+            ("exit-code", "243", "kek, tls.pem and tls.key"),
+            ("exit-code", "1", "journalctl"),
+            ("signal", "78", "journalctl -u gpuaas` says why"),
+        ] {
+            for (active, sub) in [("failed", "failed"), ("activating", "auto-restart")] {
+                let text = |text: &str| text.to_owned();
+                let unit = UnitState { result: text(result), status: text(status), ..unit(active, sub, true) };
+                let found = judge(address, &silent, Some(&unit));
+                let action = found.action.clone().unwrap_or_default();
+                assert!(found.level == Error && action.contains(named), "{result} {status}: {found:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn service_that_is_silent_beside_a_systemd_that_hangs_is_an_error() {
+        let address: SocketAddr = "127.0.0.1:9464".parse().unwrap();
+        let hangs = "systemctl did not end within 5 s";
+        let silent = ServiceAnswer::Silent("connection refused".to_owned());
+        let found = judge_without_systemd(address, &silent, hangs);
+        assert!(found.level == Error && found.summary.contains(hangs), "{found:?}");
+        assert_eq!(judge_without_systemd(address, &ServiceAnswer::Ready, hangs).level, Ok);
     }
 
     #[test]
@@ -221,13 +263,5 @@ mod tests {
         assert_eq!(unavailable(stopping), ServiceAnswer::NotReady("This process is stopping.".to_owned()));
         assert!(matches!(unavailable(Value::Null), ServiceAnswer::Foreign(_)), "a proxy's answer");
         assert!(matches!(read(StatusCode::OK, &Value::Null), ServiceAnswer::Foreign(_)));
-    }
-
-    #[test]
-    fn unit_that_systemd_does_not_know_is_none() {
-        assert_eq!(parse("LoadState=not-found\nActiveState=inactive\n"), None);
-        assert_eq!(parse(""), None);
-        let shown = "Result=exit-code\nExecMainStatus=78\nLoadState=loaded\nActiveState=failed\nSubState=failed\nUnitFileState=enabled-runtime\n";
-        assert_eq!(parse(shown), Some(unit("failed", "failed", true)));
     }
 }
