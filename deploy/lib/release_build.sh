@@ -16,22 +16,47 @@ remapped_paths() {
     printf '%s' "${paths[*]/#/--remap-path-prefix=}"
 }
 
-# The same for the compiler of C: the sources of the allocator and of the cryptography name their own files.
+# The same for the compiler of C: the sources of the allocator and of the cryptography name their own files, some of them in the target folder.
 remapped_paths_of_c() {
     printf -- '-ffile-prefix-map=%s=/gpuaas -ffile-prefix-map=%s=/cargo' "$root" "${CARGO_HOME:-${HOME:-}/.cargo}"
+    [ -z "${CARGO_TARGET_DIR:-}" ] || printf -- ' -ffile-prefix-map=%s=/gpuaas/target' "$(realpath -m -- "$CARGO_TARGET_DIR")"
 }
 
 # The programs of the Debian packages and of the image, which are the same ones. No path of this machine is in them, and their dependencies are
-# (section .dep-v0, for `cargo audit bin` and scanners of images). Without default features: `gpuaas dev` is not in a package.
+# (section .dep-v0, for `cargo audit bin` and scanners of images).
 compile_packages() {
     # The console is built with Node.js (edge/build.rs).
     ensure_node
     ensure_cargo_auditable
     say "compiling gpuaas, the programs of a node, and gpuctl"
     CARGO_ENCODED_RUSTFLAGS="$(remapped_paths)" CFLAGS="$(remapped_paths_of_c)" CARGO_INCREMENTAL=0 cargo auditable build --locked \
-        --profile packages --no-default-features --features supervisors/console --package supervisors --package agent --package gpuctl --bins
+        --profile packages "${package_features[@]}" --package supervisors --package agent --package gpuctl --bins
 }
+# Without default features: `gpuaas dev` is not in a package.
+package_features=(--no-default-features --features supervisors/console)
 compiled_packages() { printf '%s/packages' "${CARGO_TARGET_DIR:-target}"; }
+
+# bound_of PROGRAM: the most bytes that this program of the packages may have without symbols; nothing where it has no bound.
+bound_of() {
+    case $1 in
+        gpuaas) echo 40000000 ;;
+    esac
+}
+
+# print_size FILE: says how large an installed program is. It fails where the program is over its bound, and says by how much.
+print_size() {
+    local program=${1##*/} bytes bound
+    bytes=$(stat --format %s -- "$1")
+    bound=$(bound_of "$program")
+    say "$program has $(in_megabytes "$bytes")${bound:+, of $(in_megabytes "$bound") at most}"
+    if [ -n "$bound" ] && [ "$bytes" -gt "$bound" ]; then
+        printf 'gpuaas: TOO LARGE: %s has %s more than its bound (bound_of in deploy/lib/release_build.sh)\n' \
+            "$program" "$(in_megabytes $((bytes - bound)))" >&2
+        return 1
+    fi
+}
+# As sizes of files are given: rounded up, in millions of bytes.
+in_megabytes() { awk -v bytes="$1" 'BEGIN { tenths = int((bytes + 99999) / 100000); printf "%d.%d MB", tenths / 10, tenths % 10 }'; }
 
 # bill_of_materials PROGRAM FILE: the dependencies that are in a program, as CycloneDX, JSON. It fails where the program has no list of them.
 bill_of_materials() {
@@ -60,9 +85,9 @@ release_signing_key() {
 expect_no_paths() {
     local program folder
     for program; do
-        for folder in "$root" "${CARGO_HOME:-${HOME:-}/.cargo}" "${RUSTUP_HOME:-${HOME:-}/.rustup}"; do
+        for folder in "$root" "${CARGO_HOME:-${HOME:-}/.cargo}" "${RUSTUP_HOME:-${HOME:-}/.rustup}" "$(realpath -m -- "${CARGO_TARGET_DIR:-$root/target}")"; do
             # A folder with the name that it is mapped to is in the programs of all machines.
-            case $folder in /gpuaas | /cargo | /) continue ;; esac
+            case $folder in /gpuaas | /gpuaas/target | /cargo | /) continue ;; esac
             ! LC_ALL=C grep -qaF -- "$folder/" "$program" ||
                 fail "$program names the folder $folder of this machine, so its digest holds for this machine alone: map the folder (remapped_paths in deploy/lib.sh)"
         done

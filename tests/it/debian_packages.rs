@@ -3,6 +3,7 @@
 
 mod interrupted;
 mod new_operator;
+mod programs;
 mod repository;
 
 use crate::external_tools::{root, run};
@@ -202,7 +203,6 @@ async fn packages_install_upgrade_and_go_as_the_book_says() {
     let (machine, repository) = (&site.it.machine, &site.repository);
     repository.build("@first", FIRST, &[]).await;
     expect_no_errors_of_lintian(repository).await;
-    expect_the_same_bytes_twice(repository).await;
     site.add_repository("@first").await;
 
     // Installed, and neither enabled nor started: it has no settings.
@@ -297,21 +297,6 @@ async fn expect_no_errors_of_lintian(repository: &Repository) {
     let lintian = repository.shell("lintian --allow-root --fail-on error --tag-display-limit 0 first/*.deb");
     let printed = run(lintian).await;
     assert!(!printed.lines().any(|line| line.starts_with("E:")), "{printed}");
-}
-
-/// Whoever makes them: by two runs at once, in another time zone and language, and with files that no other user may read.
-async fn expect_the_same_bytes_twice(repository: &Repository) {
-    let again = ["@again", "@beside"].map(|to| {
-        let build = repository.build_command(to, FIRST, &["gpuctl"]);
-        let mut elsewhere = Command::new("sh");
-        elsewhere.args(["-c", "umask 077 && exec \"$@\"", "sh"]).arg(build.get_program()).args(build.get_args());
-        elsewhere.envs([("TZ", "Pacific/Kiritimati"), ("LC_ALL", "C"), ("LANGUAGE", "de")]);
-        run(elsewhere)
-    });
-    futures::future::join_all(again).await;
-    for (name, digest) in ["again", "beside"].into_iter().flat_map(|folder| repository.digests(folder)) {
-        assert_eq!(repository.digests("first").get(&name), Some(&digest), "{name} differs from the first build");
-    }
 }
 
 async fn upgrade(site: &Site) {
