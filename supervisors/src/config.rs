@@ -7,6 +7,7 @@ pub mod env_file;
 mod identity;
 mod ingress;
 pub mod installed_settings;
+mod listeners;
 mod maas;
 mod mail;
 mod node_api;
@@ -24,6 +25,8 @@ pub use node_api::NodeProxies;
 pub use outside_service::{OutsideClient, OutsideServiceSettings};
 pub use payments::PaymentsConfig;
 pub use variables::{ConfigError, Problem};
+
+pub(crate) use listeners::{NODE_LISTEN, OPERATIONS_LISTEN, PUBLIC_LISTEN, WEBHOOK_LISTEN, opened as opened_listeners};
 
 use crate::cluster::stream_copies;
 use crate::process_roles::{ProcessRole, parse_roles};
@@ -185,6 +188,10 @@ impl Config {
         {
             it.wrong(format!("{VERIFIER_KEYS} is not a list of Ed25519 public keys: {error}"));
         }
+        let roles: BTreeSet<ProcessRole> = it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}")));
+        let payments = payments::payments(it);
+        let [public_listen, node_listen, webhook_listen, operations_listen] =
+            listen_addresses(it, &roles, payments.is_some());
         Some(Self {
             database_url: database_url.into(),
             database_ca,
@@ -192,12 +199,12 @@ impl Config {
             nats_ca,
             nats_stream_copies: nats_stream_copies(it),
             migrate_on_start: it.switch("SVC_MIGRATE_ON_START"),
-            public_listen: it.address(PUBLIC_LISTEN.0, PUBLIC_LISTEN.1),
-            node_listen: it.address(NODE_LISTEN.0, NODE_LISTEN.1),
+            public_listen,
+            node_listen,
             node_proxies: node_proxies(it),
             ingress: ingress(it),
-            webhook_listen: it.address(WEBHOOK_LISTEN.0, WEBHOOK_LISTEN.1),
-            operations_listen: it.address(OPERATIONS_LISTEN.0, OPERATIONS_LISTEN.1),
+            webhook_listen,
+            operations_listen,
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),
             terminal_url: terminal_url.map(|url| url.as_str().to_owned()).unwrap_or_default(),
             terminal_origins,
@@ -217,8 +224,8 @@ impl Config {
             log_store: outside_service(it),
             alertmanager: outside_service(it),
             maas: maas::maas(it),
-            payments: payments::payments(it),
-            roles: it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}"))),
+            payments,
+            roles,
             unsealed_until: unsealed_until(it),
             // Last, so that everything else is read where one of them is missing.
             key_ring: key_ring?,
@@ -227,15 +234,23 @@ impl Config {
     }
 }
 
-/// The variables of listeners, and where these are without them.
-pub(crate) const PUBLIC_LISTEN: (&str, &str) = ("SVC_PUBLIC_LISTEN", "0.0.0.0:8443");
-pub(crate) const NODE_LISTEN: (&str, &str) = ("SVC_NODE_LISTEN", "0.0.0.0:9443");
-pub(crate) const WEBHOOK_LISTEN: (&str, &str) = ("SVC_WEBHOOK_LISTEN", "0.0.0.0:7443");
-pub(crate) const OPERATIONS_LISTEN: (&str, &str) = ("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464");
-
 const TERMINAL_URL: &str = "SVC_TERMINAL_URL";
 const TERMINAL_ORIGINS: &str = "SVC_TERMINAL_ORIGINS";
 const VERIFIER_KEYS: &str = "NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS";
+
+/// The addresses of the public API, the node API, the payment processor's webhooks and the operators.
+fn listen_addresses(
+    variables: &mut Variables<'_>,
+    roles: &BTreeSet<ProcessRole>,
+    has_payments: bool,
+) -> [SocketAddr; 4] {
+    let all = [PUBLIC_LISTEN, NODE_LISTEN, WEBHOOK_LISTEN, OPERATIONS_LISTEN];
+    let addresses = all.map(|(name, default)| variables.address(name, default));
+    let opened = opened_listeners(|role| roles.contains(&role), has_payments);
+    let listeners: Vec<_> = all.into_iter().zip(addresses).filter(|(listener, _)| opened.contains(listener)).collect();
+    listeners::check_apart(variables, &listeners);
+    addresses
+}
 
 /// An instant in RFC 3339's form, where the variable is set.
 fn unsealed_until(variables: &mut Variables<'_>) -> Option<Timestamp> {

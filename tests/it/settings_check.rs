@@ -22,7 +22,7 @@ fn complete_settings_pass_and_all_mistakes_of_a_file_are_named_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let authority = Authority::create(&folder.path().join("pki")).unwrap();
     let server = authority.server_certificate("control-plane").unwrap();
-    let (ring, file) = (folder.path().join("kek"), folder.path().join("gpuaas.env"));
+    let (ring, file) = (folder.path().join("ring"), folder.path().join("gpuaas.env"));
     KeyRing::create(&ring).unwrap();
     let complete = [
         ("SVC_DATABASE_URL", "postgres:///gpuaas?host=/run/postgresql&user=gpuaas"),
@@ -41,17 +41,28 @@ fn complete_settings_pass_and_all_mistakes_of_a_file_are_named_at_once() {
         std::fs::write(&file, text + more).unwrap();
     };
     write(&complete, "");
-    // What the unit sets is taken from outside.
+    // What the file does not set is taken from outside.
     let outside = [("SVC_KEK_FILE", ring.to_str().unwrap())];
     let (code, printed) = check(&file, &outside);
     assert_eq!(code, Some(0), "{printed}");
     let (code, printed) = check(&file, &[]);
     assert!(code == Some(78) && printed.contains("SVC_KEK_FILE is not set"), "{printed}");
+    // What the unit passes is found where it passes it from.
+    std::fs::copy(&ring, folder.path().join("kek")).unwrap();
+    std::fs::copy(&server.certificate_path, folder.path().join("tls.pem")).unwrap();
+    std::fs::copy(&server.key_path, folder.path().join("tls.key")).unwrap();
+    let of_the_page: Vec<_> = complete
+        .into_iter()
+        .filter(|(name, _)| !name.starts_with("SVC_TLS_KEY") && !name.starts_with("SVC_TLS_CERT"))
+        .collect();
+    write(&of_the_page, "");
+    let (code, printed) = check(&file, &[]);
+    assert_eq!(code, Some(0), "{printed}");
 
     write(
         &complete[1..],
         "SVC_DATABSE_URL=postgres:///gpuaas\nSVC_NATS_URL=nats.example\nexport SVC_ROLES=api\nSVC_MIGRATE_ON_START=yes\n\
-         SVC_HOST_ROLE=lab\nSVC_PUBLIC_LISTEN=8443\nRUST_LOG=info\nHTTPS_PROXY=http://proxy.example\n",
+         SVC_HOST_ROLE=lab\nSVC_PUBLIC_LISTEN=8443\nSVC_NODE_LISTEN=0.0.0.0:9464\nRUST_LOG=info\nHTTPS_PROXY=http://proxy.example\n",
     );
     let (code, printed) = check(&file, &outside);
     assert_eq!(code, Some(78), "{printed}");
@@ -63,11 +74,12 @@ fn complete_settings_pass_and_all_mistakes_of_a_file_are_named_at_once() {
         "line 12 begins with `export`",
         "SVC_MIGRATE_ON_START is \"yes\"; it must be true or false",
         "SVC_PUBLIC_LISTEN is \"8443\"",
+        "SVC_NODE_LISTEN is 0.0.0.0:9464 and SVC_OPERATIONS_LISTEN is 127.0.0.1:9464",
         "\"lab\"",
     ] {
         assert_eq!(printed.matches(named).count(), 1, "{named}: {printed}");
     }
-    assert!(printed.contains("the configuration has 8 problems") && !printed.contains("hunter2"), "{printed}");
+    assert!(printed.contains("the configuration has 9 problems") && !printed.contains("hunter2"), "{printed}");
 
     let (code, printed) = check(&folder.path().join("absent.env"), &outside);
     assert!(code == Some(78) && printed.contains("cannot be read"), "{printed}");

@@ -57,6 +57,20 @@ pub(crate) fn reached(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, address.port())
 }
 
+/// The path of the credential that the unit passes as this variable, in a folder where it is there.
+fn credential(folder: &Path, name: &str) -> Option<String> {
+    let (_, credential) = UNIT_CREDENTIALS.into_iter().find(|(variable, _)| *variable == name)?;
+    let path = folder.join(credential);
+    path.exists().then(|| path.display().to_string())
+}
+
+/// What the unit sets the variable to, beside what its environment file sets: its credentials are beside that file.
+#[must_use]
+pub fn set_by_the_unit(file: &Path, name: &str) -> Option<String> {
+    let setting = UNIT_SETTINGS.into_iter().find(|(variable, _)| *variable == name);
+    setting.map(|(_, value)| value.to_owned()).or_else(|| credential(file.parent()?, name))
+}
+
 impl InstalledSettings {
     /// Reads the file, or without one the package's where the environment itself names no database.
     #[must_use]
@@ -96,10 +110,11 @@ impl InstalledSettings {
         }
         let folders = [credentials, file.and_then(Path::parent).map(Path::to_owned)];
         for folder in folders.into_iter().flatten() {
-            for (name, credential) in UNIT_CREDENTIALS {
-                let path = folder.join(credential);
-                if settings.get(name).is_none() && path.exists() {
-                    settings.values.insert(name.to_owned(), path.display().to_string());
+            for (name, _) in UNIT_CREDENTIALS {
+                if settings.get(name).is_none()
+                    && let Some(path) = credential(&folder, name)
+                {
+                    settings.values.insert(name.to_owned(), path);
                 }
             }
         }

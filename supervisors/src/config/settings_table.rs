@@ -115,7 +115,7 @@ pub const SECTIONS: &[Section] = &[
             setting(&["SVC_TRUSTED_PROXIES"], "HTTP proxies in front of the public API and the webhook, by their own addresses, as networks with commas: the client is what their header names", "none"),
             setting(&["SVC_CLIENT_ADDRESS_HEADER"], "the header in which those proxies, and those of the node API, [name the client](../operator/proxies.md#which-client): `x-forwarded-for` or `forwarded` (RFC 7239)", "`x-forwarded-for`"),
             setting(&["SVC_TCP_BALANCERS"], "balancers in front of any listener that pass TLS through, likewise: bounds per address do not hold for their connections", "none"),
-            setting(&["SVC_TLS_CERT_PATH", "SVC_TLS_KEY_PATH"], "the certificate chain of all listeners and its key, PEM, read at the start", "required"),
+            setting(&["SVC_TLS_CERT_PATH", "SVC_TLS_KEY_PATH"], "the certificate chain of all listeners and its key, PEM, read at the start and [at a reload](../operator/install.md#change-settings)", "required"),
             setting(&["SVC_TLS_CA_PATH"], "by which agents verify it, PEM", "required"),
             setting(&["SVC_TERMINAL_URL"], "where [terminals](../user/terminals.md) connect, with the path `/ws/v1/terminal` at its end: `wss://terminals.example/ws/v1/terminal`", "the public URL's `wss://`"),
             setting(&["SVC_TERMINAL_ORIGINS"], "the origins of other pages that may open them, as `https://portal.example`, with commas", "none"),

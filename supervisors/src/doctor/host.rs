@@ -1,8 +1,7 @@
 //! This machine: ports of the listeners, open files, disks.
 
 use crate::config::installed_settings::InstalledSettings;
-use crate::config::{NODE_LISTEN, OPERATIONS_LISTEN, PUBLIC_LISTEN, WEBHOOK_LISTEN};
-use crate::process_roles::ProcessRole;
+use crate::config::opened_listeners;
 use nix::sys::resource::{Resource, getrlimit};
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -39,16 +38,9 @@ pub(super) fn ports(settings: &InstalledSettings) -> Vec<DiagnosticFinding> {
 
 /// The listeners of the roles, by their variables. Values that are no addresses are among the problems of settings.
 pub(super) fn listeners(settings: &InstalledSettings) -> Vec<(&'static str, SocketAddr)> {
-    let has = |roles: &[ProcessRole]| roles.iter().any(|role| settings.has_role(*role));
-    let payments = settings.get("SVC_PAYMENTS_SECRET_KEY").is_some();
-    let all = [
-        (PUBLIC_LISTEN, has(&[ProcessRole::Api, ProcessRole::TerminalGateway])),
-        (NODE_LISTEN, has(&[ProcessRole::NodeApi, ProcessRole::NodeLogGateway])),
-        (WEBHOOK_LISTEN, has(&[ProcessRole::Webhook]) && payments),
-        (OPERATIONS_LISTEN, true),
-    ];
-    let wanted = all.into_iter().filter(|(_, is_wanted)| *is_wanted).map(|(listener, _)| listener);
-    wanted
+    let has_payments = settings.get("SVC_PAYMENTS_SECRET_KEY").is_some();
+    opened_listeners(|role| settings.has_role(role), has_payments)
+        .into_iter()
         .filter_map(|(name, default)| {
             let address = settings.get(name).unwrap_or_else(|| default.to_owned()).parse().ok()?;
             Some((name, address))
