@@ -71,6 +71,23 @@ fn unit_exposure_stays_within_its_bound() {
     }
 }
 
+/// NATS has no unit in its package: the book has one.
+#[test]
+fn unit_of_nats_in_the_book_is_read_without_a_complaint_and_its_exposure_stays_within_its_bound() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/docs/src/operator/install.md");
+    let page = fs::read_to_string(page).unwrap();
+    let (_, rest) = page.split_once("<<'UNIT'\n").unwrap();
+    let (unit, _) = rest.split_once("\nUNIT\n").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("nats-server.service");
+    // The program is not installed here.
+    fs::write(&file, format!("{}\n", unit.replace("ExecStart=nats-server", "ExecStart=/bin/true"))).unwrap();
+    let (_, output) = analyze(&["verify"], &file);
+    assert_eq!(output, "");
+    let (ok, output) = analyze(&["security", "--offline=yes", "--threshold=20"], &file);
+    assert!(ok, "{}", output.lines().last().unwrap_or_default());
+}
+
 #[test]
 fn irrevocable_restrictions_of_the_agent_unit_are_not_set() {
     // Filters of system calls and namespaces are inherited by every descendant, irrevocably.
