@@ -188,7 +188,7 @@ async fn doctor_finds_nothing_wrong_with_a_running_replica_and_names_each_fault_
         ("nats", "ok: JetStream stores"),
         ("nats", "ok: the stream BILLING"),
         ("nats", "ok: this machine's clock"),
-        ("nats", "ok: the user of replica-1 may subscribe"),
+        ("nats", "ok: the user replica-1 may subscribe"),
         ("identity", &format!("ok: {} publishes", cluster.settings.issuer)),
         ("ports", "ok: SVC_PUBLIC_LISTEN"),
         ("mail", "ok: no mail server is configured"),
@@ -197,6 +197,10 @@ async fn doctor_finds_nothing_wrong_with_a_running_replica_and_names_each_fault_
     }
     let ports = findings(&report, "ports");
     assert!(ports.iter().all(|finding| finding.contains("is held by gpuaas (process ")), "{ports:#?}");
+
+    // Members that share a user of NATS, as those of a Deployment: the permissions are the user's.
+    let (_, report) = whole.with(&[("SVC_MEMBER_NAME", "pod-7")]).examine().await;
+    expect(&report, "nats", "ok: the user replica-1 may subscribe");
 
     // A certificate that was renewed and not taken up, and that is not for the host that users reach.
     let renewed =
@@ -411,7 +415,7 @@ async fn nats_without_jetstream_with_narrow_permissions_and_hanging_are_findings
     expect(&report, "nats", "error: max_payload is 65536 bytes");
     expect(&report, "nats", "ok: JetStream stores 0 MiB");
     expect(&report, "nats", "error: the stream NODES does not answer");
-    expect(&report, "nats", "error: NATS refuses the user of narrow: ");
+    expect(&report, "nats", "error: NATS refuses the user narrow: ");
     assert!(!report.to_string().contains("p4ssword"), "{report}");
 }
 

@@ -123,6 +123,16 @@ fn judge_cgroups(controllers: Option<&str>) -> DiagnosticFinding {
 }
 
 pub(super) fn tools(flags: &Flags) -> Vec<DiagnosticFinding> {
+    let system = AgentConfig::peek(flags, variable).ok().and_then(|config| config.system);
+    let has_sudo_commands = system.is_some_and(|system| !system.sudo_commands.is_empty());
+    needed_tools(flags, has_sudo_commands)
+        .into_iter()
+        .map(|(path, consequence, action)| judge_tool(&path, path.exists(), consequence, action))
+        .collect()
+}
+
+/// The programs of tasks, what is lost without each, and what brings it in.
+fn needed_tools(flags: &Flags, has_sudo_commands: bool) -> Vec<(PathBuf, &'static str, &'static str)> {
     let sshd = PathBuf::from("/usr/sbin/sshd");
     let mut needed = vec![
         (
@@ -138,10 +148,11 @@ pub(super) fn tools(flags: &Flags) -> Vec<DiagnosticFinding> {
         let reached = "tenants reach what their neighbours listen on at loopback addresses";
         needed.push((PathBuf::from("/usr/sbin/nft"), reached, "apt install nftables"));
     }
+    if has_sudo_commands {
+        let refused = "tenants may run none of SVC_NODE_AGENT_SUDO_COMMANDS";
+        needed.push((PathBuf::from("/usr/sbin/visudo"), refused, "apt install sudo"));
+    }
     needed
-        .into_iter()
-        .map(|(path, consequence, action)| judge_tool(&path, path.exists(), consequence, action))
-        .collect()
 }
 
 fn judge_tool(path: &Path, is_there: bool, consequence: &str, action: &str) -> DiagnosticFinding {
@@ -303,6 +314,17 @@ mod tests {
         let lacking = judge_cgroups(Some("cpu io"));
         assert!(lacking.level == Warning && lacking.summary.ends_with("memory, pids"), "{lacking:?}");
         assert_eq!(judge_cgroups(None).level, Warning);
+    }
+
+    #[test]
+    fn visudo_is_needed_where_tenants_may_run_commands_as_root() {
+        let names = |has_sudo_commands| {
+            let flags = Flags { executor: ExecutorChoice::System, ..Flags::default() };
+            let tools = needed_tools(&flags, has_sudo_commands).into_iter();
+            tools.filter_map(|(path, ..)| Some(path.file_name()?.to_str()?.to_owned())).collect::<Vec<_>>()
+        };
+        assert_eq!(names(false), ["nvidia-smi", "stress-ng", "fio", "sshd", "nft"]);
+        assert_eq!(names(true), ["nvidia-smi", "stress-ng", "fio", "sshd", "nft", "visudo"]);
     }
 
     #[test]

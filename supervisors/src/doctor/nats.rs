@@ -40,8 +40,8 @@ enum Answer {
 pub(crate) struct NatsSession {
     pub(crate) client: Client,
     errors: ServerErrors,
-    /// The member's name, which its permissions are for.
-    name: String,
+    /// The user of NATS, which the permissions are for: the replicas of a Deployment share one.
+    user: String,
 }
 
 impl NatsSession {
@@ -49,12 +49,14 @@ impl NatsSession {
     /// Why there is none.
     pub(crate) async fn open(settings: &InstalledSettings) -> Result<Self, String> {
         let url = settings.get("SVC_NATS_URL").ok_or("SVC_NATS_URL is not set")?;
-        let name = settings.get("SVC_MEMBER_NAME").or_else(|| user_of(&url));
+        let user = user_of(&url);
+        let name = settings.get("SVC_MEMBER_NAME").or_else(|| user.clone());
         let name = name.unwrap_or_else(|| "gpuaas-doctor".to_owned());
         let ca = settings.get("SVC_NATS_CA_PATH").map(PathBuf::from);
         let (client, errors) =
             connect_once(&url.into(), ca.as_deref(), &name).await.map_err(|error| format!("{error:#}"))?;
-        Ok(Self { client, errors, name })
+        // As the inbox of answers: without a user it is the member's.
+        Ok(Self { client, errors, user: user.unwrap_or(name) })
     }
 
     /// The answer of JetStream's API, errors included.
@@ -71,13 +73,13 @@ impl NatsSession {
 }
 
 pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticFinding> {
-    let NatsSession { client, errors, name } = match NatsSession::open(&settings).await {
+    let NatsSession { client, errors, user } = match NatsSession::open(&settings).await {
         Ok(session) => session,
         Err(error) => return vec![judge_connection(&error)],
     };
     let mut findings = judge_server(&client.server_info());
     let roles = parse_roles(&settings.roles()).unwrap_or_default();
-    subscribe(&client, &nats_permissions::for_member(&name, &roles).subscribe).await;
+    subscribe(&client, &nats_permissions::for_member(&user, &roles).subscribe).await;
     let account = request(&client, "$JS.API.INFO").await;
     findings.push(judge_account(&account));
     if matches!(account, Answer::NoResponders) {
@@ -102,7 +104,7 @@ pub(super) async fn examine(settings: Arc<InstalledSettings>) -> Vec<DiagnosticF
     });
     findings.extend(streams.iter().filter_map(|(name, answer, _)| judge_stream(name, answer, is_clustered)));
     findings.extend(clock.map(|offset| judge_clock("NATS", offset)));
-    findings.push(judge_permissions(&name, &errors));
+    findings.push(judge_permissions(&user, &errors));
     findings
 }
 
@@ -269,13 +271,13 @@ fn offset(info: &Value, within: Duration) -> Option<ClockOffset> {
     Some(ClockOffset { ahead: Utc::now() - within - time, within })
 }
 
-fn judge_permissions(name: &str, errors: &ServerErrors) -> DiagnosticFinding {
+fn judge_permissions(user: &str, errors: &ServerErrors) -> DiagnosticFinding {
     let refused = errors.received();
     if refused.is_empty() {
-        return DiagnosticFinding::ok(format!("the user of {name} may subscribe to what its roles need"));
+        return DiagnosticFinding::ok(format!("the user {user} may subscribe to what its roles need"));
     }
     let shown = refused.iter().take(5).map(String::as_str).collect::<Vec<_>>().join("; ");
-    DiagnosticFinding::error(format!("NATS refuses the user of {name}: {shown}"), PERMISSIONS)
+    DiagnosticFinding::error(format!("NATS refuses the user {user}: {shown}"), PERMISSIONS)
 }
 
 #[cfg(test)]

@@ -183,7 +183,7 @@ fn breakages() -> Vec<Breakage> {
                 ),
             ),
             "nats",
-            "NATS refuses the user of replica-1",
+            "NATS refuses the user replica-1",
             "nats-permissions",
             &format!("{} && {restart_nats}", back("/etc/nats/replica-1.permissions")),
         ),
