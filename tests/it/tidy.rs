@@ -102,7 +102,8 @@ fn domain_depends_on_plain_data_crates_alone() {
 #[test]
 fn every_variable_of_an_installation_is_documented() {
     let page = std::fs::read_to_string(root().join("deploy/docs/src/reference/configuration.md")).unwrap();
-    let sources = ["config.rs", "config/mail.rs", "config/payments.rs"].map(|file| format!("supervisors/src/{file}"));
+    let sources = ["config.rs", "config/listeners.rs", "config/mail.rs", "config/payments.rs"]
+        .map(|file| format!("supervisors/src/{file}"));
     let is_variable = |text: &&str| {
         ["SVC_", "NODE_", "INTERNAL_"].iter().any(|prefix| text.starts_with(prefix))
             && text.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_')
