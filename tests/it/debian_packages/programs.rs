@@ -46,7 +46,7 @@ async fn same_programs_make_the_same_packages_in_any_checkout_time_zone_language
     let checkout = repository.path("checkout");
     copy_checkout(&checkout).await;
     // Two runs at once: the second one waits for what the first one has staged.
-    let again = [("@again", &["gpuaas", "gpuaas-agent", "gpuctl"][..]), ("@beside", &["gpuctl"])]
+    let again = [("@again", &["gpuaas", "gpuaas-agent", "gpuctl"][..]), ("@beside", &["gpuctl"][..])]
         .map(|(to, packages)| repository.build_command(to, FIRST, packages));
     futures::future::join_all(again.iter().map(|build| run_elsewhere(build, &checkout))).await;
     assert_eq!(repository.digests("again"), packages);
@@ -68,7 +68,7 @@ fn call(function: &str, argument: &Path) -> (Output, String) {
 }
 
 #[test]
-fn program_over_its_bound_is_refused_with_its_excess_and_others_are_printed() {
+fn program_over_its_bound_is_named_with_its_excess_and_others_are_printed() {
     let folder = tempfile::tempdir().unwrap();
     // The files have a length and no content.
     for (program, bytes, is_within, says) in [
