@@ -9,9 +9,13 @@
 //!
 //! Money that arrives after an end counts as any other. Messages of the processor arrive late, twice, in any order or never; each fact is
 //! stored under the processor's own id and only ever advances (asked, taken, succeeded, failed; posted, undone), so that the sum does not
-//! depend on the order. What is still owed, to the account or the processor, is derived from the whole state (`processor_calls.rs`) and
+//! depend on the order. What is still owed, to the account or the processor, is derived from the whole state (`processor_calls`) and
 //! resent until it is answered.
+//!
+//! `request` and `fact` define the commands. `checkout` has the way to the money, `presentment` what a payer saw in another currency, `review` a
+//! payment of another amount than was ordered, `refund` and `reversal` the ways back, which are stored as `refund_record` and `reversal_record`.
 
+mod checkout;
 mod fact;
 mod presentment;
 mod processor_calls;
@@ -26,12 +30,11 @@ mod tests;
 
 use crate::account_holder::Holder;
 use crate::audit::{AuditAction, AuditRecord};
-use crate::authz::Principal;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId, UserId};
+use crate::id::{EntityKind, EntityRef, PaymentId, RefundId, UserId};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, minor_in_currency};
-use crate::policy::{PolicyKey, Scopes};
+use crate::policy::PolicyKey;
 use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
@@ -39,21 +42,20 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 
+pub use checkout::PaymentFailure;
 pub use fact::Fact;
 pub use presentment::Presentment;
 pub use processor_calls::ProcessorCall;
 pub use refund::NEVER_MADE;
 pub use refund_record::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
 pub use request::Request;
-pub use reversal_record::{Reversal, ReversalOrigin};
+pub use reversal_record::{Reversal, ReversalOrigin, ReversalStep};
 pub use review::{EndedReview, ReviewDecision, ReviewId};
 
 /// The time to pay. After that the payment is canceled at the processor.
 pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
 /// What follows inside the control plane takes milliseconds; after this time an operator should look.
 const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
-/// The same for refunds: banks take days.
-const REFUND_OVERDUE_AFTER: TimeDelta = TimeDelta::days(14);
 /// The bound of refunds of one payment, and of reversals.
 const MAX_REFUNDS: usize = 100;
 
@@ -140,31 +142,6 @@ pub enum Phase {
         at: Timestamp,
         why: String,
     },
-}
-
-/// How an attempt to pay failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PaymentFailure {
-    /// The payer may try again.
-    Declined,
-    Canceled,
-    Expired,
-}
-
-/// A step of a reversal at the processor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(rename_all = "snake_case")]
-pub enum ReversalStep {
-    /// It was refunded at the processor.
-    Refund,
-    /// Such a refund did not reach the payer: the money returned.
-    RefundFailed,
-    /// The payer's bank took the money back.
-    DisputeOpened,
-    /// The bank returned it.
-    DisputeWon,
 }
 
 /// The commands of a payment.
@@ -471,84 +448,6 @@ impl Payment {
         asked.saturating_add(returned) <= self.amount_minor && (0..=self.amount_minor).contains(&self.left_minor())
     }
 
-    fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        let scopes = match ctx.by {
-            Principal::Caller(caller) => Scopes::from(caller),
-            Principal::Node(_) | Principal::System(_) => self.holder.scopes(None),
-        };
-        let [min, max] = [PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit]
-            .map(|key| ctx.policy.int(key, &scopes, ctx.now));
-        if !(min..=max).contains(&self.amount_minor) {
-            return Err(Rejection::Amount { min, max, currency: Some(self.currency) });
-        }
-        let audit = self.audit(
-            AuditAction::PaymentsCreate,
-            json!({ "amount_minor": self.amount_minor, "currency": self.currency.as_str(), "account_id": account_id }),
-        );
-        let reply = self.shown();
-        Ok(Transition::to(self, reply, "a user wants to pay").audit(audit))
-    }
-
-    fn opened(&self, processor_id: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match self.phase {
-            Phase::Created { until } => {
-                let phase = Phase::Open { until };
-                let next = Self { phase, processor_id: Some(processor_id), ..self.clone() };
-                Ok(self.transition(next, "the payer can pay", ctx))
-            }
-            // The first one counts; a worker that opened another one sees that here, and cancels it.
-            Phase::Open { .. }
-            | Phase::Paid { .. }
-            | Phase::Deposited { .. }
-            | Phase::Refused { .. }
-            | Phase::UnderReview { .. } => Ok(Transition::stay(self.shown())),
-            Phase::Canceled { .. } | Phase::Expired { .. } => {
-                Err(Rejection::Over { state: PhaseName::from(&self.phase) })
-            }
-        }
-    }
-
-    /// A checkout that another request opens after this finds the payment over, and is canceled at the processor. One that was opened
-    /// before this and is not `closed` has an address, which its payer may have. Money that arrives all the same counts as after any other
-    /// end.
-    fn cancel(&self, closed: Option<&str>, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        // For other callers it does not exist.
-        if !ctx.by.is_user(&self.payer) {
-            return Err(Rejection::NotFound);
-        }
-        let is_still_open = self.processor_id.is_some() && self.processor_id.as_deref() != closed;
-        match self.phase {
-            Phase::Created { .. } | Phase::Open { .. } if is_still_open => Err(Rejection::StillOpen),
-            Phase::Created { .. } | Phase::Open { .. } => {
-                let why = "canceled by its payer";
-                let phase = Phase::Canceled { at: ctx.now, why: why.to_owned() };
-                let audit = self.audit(AuditAction::PaymentsCancel, json!({}));
-                Ok(self.transition(Self { phase, ..self.clone() }, why, ctx).audit(audit))
-            }
-            Phase::Canceled { .. } | Phase::Expired { .. } => Ok(Transition::stay(self.shown())),
-            Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } | Phase::UnderReview { .. } => {
-                Err(Rejection::AlreadyPaid { state: PhaseName::from(&self.phase) })
-            }
-        }
-    }
-
-    fn lapse(&self, why: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        match self.phase {
-            Phase::Created { until } if ctx.now >= until => {
-                let next = Self { phase: Phase::Expired { at: ctx.now, why }, ..self.clone() };
-                self.transition(next, "it was not opened at the processor", ctx)
-            }
-            Phase::Created { .. }
-            | Phase::Open { .. }
-            | Phase::Paid { .. }
-            | Phase::Deposited { .. }
-            | Phase::Refused { .. }
-            | Phase::UnderReview { .. }
-            | Phase::Canceled { .. }
-            | Phase::Expired { .. } => Transition::stay(Reply::Done),
-        }
-    }
-
     fn paid(
         &self,
         processor_id: String,
@@ -602,31 +501,6 @@ impl Payment {
         Ok(self.transition(Self { charge_id, ..self.clone() }, "the charge is known", ctx))
     }
 
-    fn not_paid(
-        &self,
-        processor_id: &str,
-        outcome: PaymentFailure,
-        why: String,
-        ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
-        // For an object that was opened for it by mistake this is true, and irrelevant.
-        let is_this = self.processor_id.as_deref().is_none_or(|known| known == processor_id);
-        let is_open = matches!(self.phase, Phase::Created { .. } | Phase::Open { .. });
-        if !is_this || !is_open {
-            return Transition::stay(Reply::Done);
-        }
-        let at = ctx.now;
-        let (next, so) = match outcome {
-            PaymentFailure::Declined if self.declined.as_ref() == Some(&why) => return Transition::stay(Reply::Done),
-            PaymentFailure::Declined => {
-                (Self { declined: Some(why), ..self.clone() }, "an attempt to pay was declined")
-            }
-            PaymentFailure::Canceled => (Self { phase: Phase::Canceled { at, why }, ..self.clone() }, "canceled"),
-            PaymentFailure::Expired => (Self { phase: Phase::Expired { at, why }, ..self.clone() }, "not paid in time"),
-        };
-        self.transition(next, so, ctx)
-    }
-
     fn deposited(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let Phase::Paid { at: paid_at } = self.phase else { return Transition::stay(Reply::Done) };
         let next = Self { phase: Phase::Deposited { paid_at, at: ctx.now }, ..self.clone() };
@@ -644,12 +518,6 @@ impl Payment {
         }
         next.phase = Phase::Refused { paid_at, at: ctx.now, why };
         self.transition(next, "no account can have it", ctx)
-    }
-
-    /// True while it is unpaid and can still be paid.
-    #[must_use]
-    pub const fn is_to_be_paid(&self) -> bool {
-        matches!(self.phase, Phase::Created { .. } | Phase::Open { .. })
     }
 
     /// When the processor received the money.

@@ -1,8 +1,11 @@
 //! A refund, as its payment stores it.
 
-use super::REFUND_OVERDUE_AFTER;
 use crate::state_machine::{Deadline, Timestamp, TransitionContext};
+use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
+
+/// Banks take days; after this time an operator should look.
+const REFUND_OVERDUE_AFTER: TimeDelta = TimeDelta::days(14);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refund {

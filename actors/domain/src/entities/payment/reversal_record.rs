@@ -1,6 +1,6 @@
 //! A reversal, as the processor reports it, and as its payment stores it.
 
-use super::{OVERDUE_AFTER, ReversalStep};
+use super::OVERDUE_AFTER;
 use crate::money::Currency;
 use crate::state_machine::{Deadline, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,21 @@ pub struct Reversal {
 pub enum ReversalOrigin {
     Refund,
     Dispute,
+}
+
+/// A step of a reversal at the processor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum ReversalStep {
+    /// It was refunded at the processor.
+    Refund,
+    /// Such a refund did not reach the payer: the money returned.
+    RefundFailed,
+    /// The payer's bank took the money back.
+    DisputeOpened,
+    /// The bank returned it.
+    DisputeWon,
 }
 
 /// What the processor reports of money that it took back.

@@ -11,11 +11,11 @@ mod refused_deposits;
 mod reviews;
 
 use super::*;
-use crate::authz::{CallerIdentity, TokenRole};
+use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::billing_account::{self, BillingAccount};
 use crate::choreography::Reaction;
 use crate::event::Event;
-use crate::id::AllocationId;
+use crate::id::{AllocationId, BillingAccountId};
 use crate::invariants;
 use crate::ledger::{Posting, PostingKind};
 use crate::money::{MicroAmount, Price};
