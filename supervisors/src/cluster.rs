@@ -365,7 +365,7 @@ mod tests {
         }
         read(&mut state, 15);
         assert_eq!(state.silent_members(long, at(15)), [killed]);
-        // This member hung, or did not reach Postgres: it has seen no heartbeat, and nobody is judged.
+        // This member hung, or did not reach Postgres: it has seen no heartbeat, and no member is judged.
         assert_eq!(state.silent_members(long, at(100)), []);
         for second in 100..=114 {
             read(&mut state, second);

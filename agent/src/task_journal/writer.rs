@@ -26,7 +26,7 @@ const REWRITE_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct PendingEntry {
     line: JournalEntry,
     written: oneshot::Sender<Result<(), JournalError>>,
-    /// Its caller has not waited for the disk: it counts in memory, or not at all. Changed by who has the records.
+    /// Its caller has not waited for the disk: it counts in memory, or not at all. Changed under the lock of the records.
     pub(super) is_over: Arc<AtomicBool>,
 }
 

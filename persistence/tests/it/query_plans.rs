@@ -65,7 +65,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     (
         "SELECT finding.value #>> '{reported,probe}' AS probe",
         "the nodes of a member's shards, for metrics, once a minute: an index that looks into bodies would have every commit of any entity write \
-         all indexes anew (no HOT updates)",
+         all indexes again (no HOT updates)",
     ),
     ("FROM jsonb_each(body #> '{identity,certificates}') AS certificate ) AS last", "as above"),
     (

@@ -360,7 +360,7 @@ impl Machine {
     }
 
     async fn run_agent(&self, happening: Happening) -> RunEnd {
-        // Each start reads the files anew.
+        // Each start reads the files again.
         let identities = IdentityStore::new(&self.config);
         let ended = async {
             let found = identities.load()?;
