@@ -8,7 +8,7 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::event::Event;
 use crate::id::AllocationId;
 use crate::policy::{PolicyKey, Scopes};
-use crate::state_machine::{Effect, Transition, TransitionContext};
+use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::{StaleTaskAction, TaskType};
 use crate::validation::ValidationLevel;
 use serde_json::json;
@@ -19,7 +19,7 @@ impl Node {
         if let Some(allocation_id) = self.tenancy.fenced_by.first() {
             return Err(Rejection::Fenced { allocation_id: *allocation_id });
         }
-        let reply = Reply::Work { orders: self.pending_tasks() };
+        let reply = Reply::Work { orders: self.pending_tasks(ctx.now) };
         let Some(seen) = &self.agent.contact else { return Ok(Transition::stay(reply)) };
         let mut next = self.clone();
         next.record_contact(seen.clone(), ContactKind::Poll, ctx);
@@ -29,9 +29,9 @@ impl Node {
     }
 
     /// The pending tasks of types that the agent supports, oldest first.
-    fn pending_tasks(&self) -> Vec<super::AgentTask> {
+    fn pending_tasks(&self, now: Timestamp) -> Vec<super::AgentTask> {
         let sku = &self.machine.registration.sku.name;
-        let mut tasks = self.tenancy.tasks(sku, self.lifecycle.phase.is_in_service());
+        let mut tasks = self.tenancy.tasks(sku, self.lifecycle.phase.is_in_service(), now);
         tasks.extend(self.tasks.open());
         tasks.retain(|task| self.agent.lacks_task_type(task.what.task_type()).is_none());
         tasks.sort_by_key(|task| (task.work.ordered_at, task.work.task_id));
@@ -93,6 +93,13 @@ impl Node {
         let mut next = self.clone();
         // An agent names its session where it knows that the control plane reads all that it reports.
         let is_whole = from.session.is_some();
+        // A heartbeat without a session tells nothing of it, as above.
+        let is_other_session =
+            from.session.is_some_and(|session| !self.identity.sessions.is_present(&session.to_string()));
+        let is_restarted = |seen: &AgentContact| seen.boot_id != from.boot_id || is_other_session;
+        // What made a clean-up fail may be over.
+        let is_retried =
+            self.agent.contact.as_ref().is_some_and(is_restarted) && next.tenancy.end_clean_up_pauses(|_| true);
         next.record_contact(from, ContactKind::Heartbeat, ctx);
         next.machine.report(inventory, is_whole);
         next.machine.learn_expected_hardware(ctx);
@@ -129,12 +136,14 @@ impl Node {
         if !repair.is_empty() && why.is_none() {
             why = Some("the repair of a health finding goes on".to_owned());
         }
-        let wake = (!repair.is_empty()).then_some(Effect::WakeNode(self.id));
+        let wake = (is_retried || !repair.is_empty()).then_some(Effect::WakeNode(self.id));
         audits.extend(repair);
         events.extend(faults);
         events.extend(evacuations);
-        let Some(why) = why else { return self.after_contact(next, reply, ctx) };
-        let step = Transition::to(next, reply, why).with(events, audits);
+        let step = match why {
+            Some(why) => Transition::to(next, reply, why).with(events, audits),
+            None => self.after_contact(next, reply, ctx),
+        };
         wake.into_iter().fold(step, Transition::effect)
     }
 
@@ -314,6 +323,7 @@ impl Node {
     pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut step = self.tick_lifecycle(ctx);
         step = self.after_tenancy_of(step, |node| node.tenancy.confirm_holds(ctx));
+        step = self.after_tenancy_of(step, |node| node.tenancy.retry_clean_ups(ctx));
         step = self.expire_stale_tasks(step, ctx);
         step = self.after_tenancy_of(step, |node| node.tenancy.retry_stale_ssh_keys(ctx));
         step = self.advance_evacuations(step, ctx);

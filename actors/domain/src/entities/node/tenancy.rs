@@ -46,7 +46,8 @@ pub struct Hold {
     #[serde(default)]
     pub logins: HoldSshAccess,
     pub phase: HoldPhase,
-    /// When the node asks the allocation again whether it wants the hold.
+    /// When the node asks the allocation again whether it wants the hold. Of an abandoned tenant: when its clean-up is tried again, after an
+    /// attempt that failed.
     #[serde(default)]
     pub again: Option<ResendTimer>,
     /// Terminal sessions that the agent is to start.
@@ -64,7 +65,7 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// No allocation is asked about an abandoned tenant: its clean-up stays dispatched to the agent.
+    /// No allocation is asked about an abandoned tenant.
     const fn active_resend_timer(&self) -> Option<ResendTimer> {
         match self.phase {
             HoldPhase::Abandoned { .. } => None,
@@ -101,7 +102,7 @@ pub enum HoldPhase {
         work: PendingTask,
     },
     /// A tenant without an allocation, and without a clean-up proof: released by force, or set up for an allocation that does not want it.
-    /// The clean-up stays dispatched to the agent.
+    /// The clean-up is tried until the proof arrives, with growing pauses.
     Abandoned {
         work: PendingTask,
     },
@@ -148,9 +149,9 @@ impl Tenancy {
             .any(|hold| matches!(hold.phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }))
     }
 
-    /// When it asks next whether one of its holds is still wanted.
+    /// When it asks next whether one of its holds is still wanted, or tries a clean-up again.
     pub(super) fn next_resend_at(&self) -> Option<Timestamp> {
-        self.holds.values().filter_map(Hold::active_resend_timer).map(|again| again.at).min()
+        self.holds.values().filter_map(|hold| hold.again).map(|again| again.at).min()
     }
 
     /// Messages between a node and an allocation may have been lost. So the node periodically publishes its holds; the allocation answers

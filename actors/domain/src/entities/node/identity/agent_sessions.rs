@@ -24,8 +24,12 @@ impl AgentSessions {
         self.present.is_none()
     }
 
+    pub(in crate::entities::node) fn is_present(&self, session: &str) -> bool {
+        self.present.as_deref() == Some(session)
+    }
+
     pub(in crate::entities::node) fn note(&mut self, session: &str) {
-        if self.present.as_deref() == Some(session) {
+        if self.is_present(session) {
             return;
         }
         self.returns = match self.replaced.iter().position(|replaced| replaced == session) {

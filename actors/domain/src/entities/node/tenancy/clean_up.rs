@@ -4,6 +4,7 @@ use super::{Hold, HoldPhase, PendingTask, Tenancy};
 use crate::entities::node::outcome::{self, Outcome};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{Timestamp, TransitionContext};
 
 impl Tenancy {
@@ -134,13 +135,54 @@ impl Tenancy {
         if is_closed && matches!(hold.phase, HoldPhase::Abandoned { .. }) {
             return Outcome::stay();
         }
-        let work = Self::abandoned_clean_up(hold, ctx);
-        let why = format!("allocation {allocation_id} was released by force");
-        self.with_phase(allocation_id, HoldPhase::Abandoned { work }, why).unfence(allocation_id).wake_agent()
+        self.with_abandoned(allocation_id, hold, format!("allocation {allocation_id} was released by force"), ctx)
     }
 
-    /// A clean-up without an allocation. It has no deadline: it stays dispatched until the proof arrives.
-    pub(super) fn abandoned_clean_up(hold: &Hold, ctx: &TransitionContext<'_>) -> PendingTask {
+    /// The tenant belongs to no allocation any more, and is to be cleaned up.
+    pub(super) fn with_abandoned(
+        &self,
+        allocation_id: AllocationId,
+        hold: &Hold,
+        why: String,
+        ctx: &TransitionContext<'_>,
+    ) -> Outcome<Self> {
+        let work = Self::abandoned_clean_up(hold, ctx);
+        let mut step =
+            self.with_phase(allocation_id, HoldPhase::Abandoned { work }, why).unfence(allocation_id).wake_agent();
+        if let Some(hold) = step.next.as_mut().and_then(|next| next.holds.get_mut(&allocation_id)) {
+            hold.again = None;
+        }
+        step
+    }
+
+    /// The pause after a failed clean-up of an abandoned tenant: as long as the clean-up has lasted, 10 s at least and an hour at most.
+    pub(super) fn pause_of_clean_up(work: &PendingTask, now: Timestamp) -> ResendTimer {
+        ResendTimer::first(work.ordered_at).next(now)
+    }
+
+    /// Tries the clean-ups of abandoned tenants again whose pause is over.
+    pub(in crate::entities::node) fn retry_clean_ups(&self, ctx: &TransitionContext<'_>) -> Outcome<Self> {
+        let mut next = self.clone();
+        if !next.end_clean_up_pauses(|again| again.is_due(ctx.now)) {
+            return Outcome::stay();
+        }
+        Outcome::to(next, "the clean-up of an abandoned tenant is tried again").wake_agent()
+    }
+
+    /// Ends the pauses for which `is_over` holds. Returns whether there was one.
+    pub(in crate::entities::node) fn end_clean_up_pauses(&mut self, is_over: impl Fn(ResendTimer) -> bool) -> bool {
+        let mut has_ended = false;
+        for hold in self.holds.values_mut().filter(|hold| matches!(hold.phase, HoldPhase::Abandoned { .. })) {
+            if hold.again.is_some_and(&is_over) {
+                hold.again = None;
+                has_ended = true;
+            }
+        }
+        has_ended
+    }
+
+    /// A clean-up without an allocation. It has no deadline: it is tried until the proof arrives.
+    fn abandoned_clean_up(hold: &Hold, ctx: &TransitionContext<'_>) -> PendingTask {
         let (task_id, attempt) = match &hold.phase {
             HoldPhase::Abandoned { work } => return work.clone(),
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => {

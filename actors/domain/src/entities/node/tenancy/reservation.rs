@@ -65,9 +65,8 @@ impl Tenancy {
         match self.holds.get(&allocation_id) {
             None | Some(Hold { phase: HoldPhase::Abandoned { .. }, .. }) => Outcome::stay(),
             Some(hold) => {
-                let work = Self::abandoned_clean_up(hold, ctx);
                 let why = format!("allocation {allocation_id} does not want its tenant: it is to be cleaned up");
-                self.with_phase(allocation_id, HoldPhase::Abandoned { work }, why).unfence(allocation_id).wake_agent()
+                self.with_abandoned(allocation_id, hold, why, ctx)
             }
         }
     }

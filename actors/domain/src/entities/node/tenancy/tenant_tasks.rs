@@ -63,8 +63,8 @@ impl Tenancy {
     }
 
     /// The tasks for the agent, on a node of this SKU.
-    pub(in crate::entities::node) fn tasks(&self, sku: &str, in_service: bool) -> Vec<AgentTask> {
-        let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.tenant_task(*id, hold, sku, in_service));
+    pub(in crate::entities::node) fn tasks(&self, sku: &str, in_service: bool, now: Timestamp) -> Vec<AgentTask> {
+        let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.tenant_task(*id, hold, sku, in_service, now));
         let mut tasks: Vec<_> = of_tenants.chain(self.ssh_keys_tasks(sku)).collect();
         if in_service {
             tasks.extend(self.terminal_tasks(sku));
@@ -72,13 +72,22 @@ impl Tenancy {
         tasks
     }
 
-    fn tenant_task(&self, allocation_id: AllocationId, hold: &Hold, sku: &str, in_service: bool) -> Option<AgentTask> {
+    fn tenant_task(
+        &self,
+        allocation_id: AllocationId,
+        hold: &Hold,
+        sku: &str,
+        in_service: bool,
+        now: Timestamp,
+    ) -> Option<AgentTask> {
         let place = || Self::slot(allocation_id, hold, sku);
         let (work, what) = match &hold.phase {
             // A node that is out of service, or waits for a clean-up proof, gets every task but this one.
             HoldPhase::Provisioning { work } if in_service && !self.has_unproven() => {
                 (work, TaskKind::Provision { place: place(), keys: hold.keys.clone() })
             }
+            // The pause after a failed attempt. A member of the release before stores no timer that would end it.
+            HoldPhase::Abandoned { .. } if hold.again.is_some_and(|again| !again.is_due(now)) => return None,
             HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => {
                 (work, TaskKind::Release { place: place() })
             }
@@ -198,10 +207,13 @@ impl Tenancy {
             hold.remains = Some(detail.clone());
             hold.phase = match &hold.phase {
                 HoldPhase::Releasing { work } => HoldPhase::ReleaseFailed { work: work.clone() },
-                // No allocation will retry: it is dispatched again.
-                HoldPhase::Abandoned { work } => HoldPhase::Abandoned {
-                    work: PendingTask { attempt: work.attempt.saturating_add(1), ..work.clone() },
-                },
+                // No allocation will retry: it is dispatched again after a pause.
+                HoldPhase::Abandoned { work } => {
+                    hold.again = Some(Self::pause_of_clean_up(work, ctx.now));
+                    HoldPhase::Abandoned {
+                        work: PendingTask { attempt: work.attempt.saturating_add(1), ..work.clone() },
+                    }
+                }
                 other @ (HoldPhase::Reserved
                 | HoldPhase::Provisioning { .. }
                 | HoldPhase::Ready

@@ -187,9 +187,53 @@ fn a_release_by_force_quarantines_until_the_agent_proves_the_clean_up() {
     assert_eq!(forced.pending_tasks(), ["release"]);
     let release = Request::ReleaseQuarantine { reason: "r".into() };
     assert!(matches!(forced.refuses(&admin(), release.clone()), Rejection::NotInOrder { .. }));
-    let tried = forced.reports(failed());
-    assert_eq!(tried.pending_tasks(), ["release"], "it stays offered");
+    let failed = forced.reports(failed());
+    assert_eq!(failed.pending_tasks(), [""; 0], "it is tried again after a pause");
+    let tried = failed.after(resend_timer::FIRST).ticked();
+    assert_eq!(tried.pending_tasks(), ["release"]);
     tried.reports(PROVED).admin(release).expect("active");
+}
+
+#[test]
+fn pauses_between_failed_clean_ups_of_an_abandoned_tenant_grow_to_an_hour_and_end_with_the_agents_process() {
+    let mut story = node().active().abandoned();
+    let (begin, mut attempts) = (story.now, Vec::new());
+    while story.now < begin + TimeDelta::hours(6) {
+        if story.pending_tasks() == ["release"] {
+            attempts.push((story.now - begin).num_seconds());
+            story = story.reports(failed());
+        }
+        let due_at = story.node.tenancy.next_resend_at().unwrap();
+        assert!(story.node.timer().is_some_and(|at| at <= due_at), "the node's own timer ends the pause");
+        story.now = due_at;
+        story = story.ticked();
+    }
+    assert_eq!(attempts, [0, 10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 8720, 12320, 15920, 19520]);
+    assert_eq!(story.clone().reports(failed()).pending_tasks(), [""; 0]);
+    let health = Box::new(NodeHealth { status: NodeHealthStatus::Ok, alerts: Vec::new(), ..Default::default() });
+    let restart = Request::Heartbeat {
+        serial: SERIAL.into(),
+        seen: seen("boot-2"),
+        inventory: Box::new(inventory(GPUS)),
+        health,
+    };
+    let restarted = story.reports(failed()).agent(restart);
+    assert_eq!(restarted.pending_tasks(), ["release"]);
+}
+
+/// A member of the release before takes heartbeats without a session.
+#[test]
+fn heartbeat_without_a_session_ends_no_pause_of_a_clean_up() {
+    let beat = |session: Option<u128>| Request::Heartbeat {
+        serial: SERIAL.into(),
+        seen: Box::new(AgentContact { session: session.map(Uuid::from_u128), ..*seen("boot-1") }),
+        inventory: Box::new(inventory(GPUS)),
+        health: Box::new(NodeHealth { status: NodeHealthStatus::Ok, alerts: Vec::new(), ..Default::default() }),
+    };
+    let paused = node().active().agent(beat(Some(1))).abandoned().reports(failed());
+    let alternating = paused.agent(beat(None)).agent(beat(Some(1))).agent(beat(None));
+    assert_eq!(alternating.pending_tasks(), [""; 0]);
+    assert_eq!(alternating.agent(beat(Some(2))).pending_tasks(), ["release"]);
 }
 
 #[test]
