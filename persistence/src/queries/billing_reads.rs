@@ -96,6 +96,27 @@ impl LedgerReport {
 }
 
 impl Reads {
+    /// Whether the account has the posting of this kind that has this reference.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn has_posting(
+        &self,
+        account: BillingAccountId,
+        kind: PostingKind,
+        reference: &str,
+    ) -> Result<bool, StoreError> {
+        sqlx::query_scalar(
+            "SELECT EXISTS (SELECT 1 FROM ledger WHERE reference = $1 AND ledger.kind = $2 AND account = $3)",
+        )
+        .bind(reference)
+        .bind(kind.name())
+        .bind(account.0)
+        .fetch_one(&self.pool)
+        .await
+        .doing("looking for a posting")
+    }
+
     /// An account's postings that the filter admits, newest first; `before` is the number before which the page begins.
     ///
     /// # Errors

@@ -359,6 +359,13 @@ async fn payment_is_posted_once_with_its_reference() {
     ] {
         assert_eq!(store.commit(&twice).await, CommitOutcome::Refused { constraint: "ledger_reference".into() });
     }
+    let has = async |account: u128, kind| {
+        store.reads().has_posting(BillingAccountId(Uuid::from_u128(account)), kind, "p").await.unwrap()
+    };
+    let account_of_first = first.entity.id.as_u128();
+    assert!(has(account_of_first, PostingKind::Deposit).await);
+    assert!(!has(account_of_first, PostingKind::Refund).await);
+    assert!(!has(account_of_first + 1, PostingKind::Deposit).await, "another account's");
     let back = then(&first, 70, 2, vec![of("p", posting(2, PostingKind::Refund, 30, 70))]);
     assert_eq!(store.commit(&back).await, CommitOutcome::Applied);
     let page =

@@ -16,7 +16,6 @@ use actors::sharding::id_of_name;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{self, AckKind, Message};
 use domain::allocation::Allocation;
-use domain::billing_account::BillingAccount;
 use domain::choreography::Reaction;
 use domain::event::Stream;
 use domain::node::Node;
@@ -25,7 +24,7 @@ use domain::rollout::Rollout;
 use domain::state_machine::RequestOrigin;
 use domain::tenant::Tenant;
 use domain::terminal_session::TerminalSession;
-use domain::{EntityKind, Event, EventId};
+use domain::{BillingAccountId, EntityKind, Event, EventId};
 use futures::StreamExt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -119,8 +118,8 @@ impl Reactor {
                 super::close_terminals::cut_sessions(context, delivery, node_id).await
             }
             Reaction::Billing { holder, instruction } => {
-                let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-                context.send_command::<BillingAccount>(delivery, account, instruction).await
+                let account = BillingAccountId(id_of_name(EntityKind::BillingAccount, &holder.to_string()));
+                context.instruct_account(delivery, account, instruction).await
             }
             Reaction::Payment(id, fact) => context.send_command::<Payment>(delivery, id.0, fact).await,
             Reaction::CallProcessor(call) => match &self.processor_calls {

@@ -369,6 +369,7 @@ async fn read_ledger(reads: &Reads, rows: &SampleRows) {
     }
     reads.allocation_costs(&rows.allocations).await.unwrap();
     let now = Utc::now();
+    reads.has_posting(account, PostingKind::Deposit, "pay-80").await.unwrap();
     reads.ledger_positions(account, &[now - TimeDelta::minutes(500), now]).await.unwrap();
     reads.ledger_sums(account, 100, 200, 20).await.unwrap();
     reads.ledger_stretch(account, 100, 200, PAGE).await.unwrap();

@@ -2,6 +2,7 @@
 
 use super::{BillingAccount, Holder, PlanClaim, Rejection, Reply};
 use crate::id::{AllocationId, PaymentId, RefundId, UserId};
+use crate::ledger::PostingKind;
 use crate::money::{Currency, Price};
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
@@ -37,6 +38,26 @@ pub enum Instruction {
     Reverse { reversal_id: String, payment_id: PaymentId, is_dispute: bool, amount_minor: i64 },
     /// Credits it again after its undoing.
     UndoReversal { reversal_id: String, payment_id: PaymentId, is_dispute: bool, amount_minor: i64 },
+}
+
+impl Instruction {
+    /// The posting of a payment that follows from it, by the reference that the ledger has once for each kind. `None` where it is no payment's.
+    #[must_use]
+    pub fn posting(&self) -> Option<(PostingKind, String)> {
+        let reversed = |of_dispute, of_refund, is_dispute: &bool| if *is_dispute { of_dispute } else { of_refund };
+        Some(match self {
+            Self::Hold { .. } | Self::MeterUsage { .. } => return None,
+            Self::Deposit { payment_id, .. } => (PostingKind::Deposit, payment_id.to_string()),
+            Self::TakeRefund { refund_id, .. } => (PostingKind::Refund, refund_id.to_string()),
+            Self::GiveBackRefund { refund_id, .. } => (PostingKind::RefundReturned, refund_id.to_string()),
+            Self::Reverse { reversal_id, is_dispute, .. } => {
+                (reversed(PostingKind::Dispute, PostingKind::Reversal, is_dispute), reversal_id.clone())
+            }
+            Self::UndoReversal { reversal_id, is_dispute, .. } => {
+                (reversed(PostingKind::DisputeWon, PostingKind::ReversalUndone, is_dispute), reversal_id.clone())
+            }
+        })
+    }
 }
 
 impl BillingAccount {

@@ -21,7 +21,8 @@ use serde_json::json;
 const POSTING_RETENTION: TimeDelta = TimeDelta::days(30);
 const MAX_POSTINGS_REMEMBERED: usize = 1024;
 /// What was posted is in the ledger: of it only the last ones are remembered, and those whose payment may not have been answered yet, so
-/// that the snapshot does not grow with the number of payments. A refusal is in no ledger, and is remembered for [`POSTING_RETENTION`].
+/// that the snapshot does not grow with the number of payments. A refusal is in no ledger, and is remembered for [`POSTING_RETENTION`]; so is
+/// a refund that was taken, since the account may not have its amount any more: it would refuse a resent command for what it has taken.
 const MAX_POSTED_REMEMBERED: usize = 48;
 const POSTED_RETENTION: TimeDelta = TimeDelta::hours(3);
 const _: () = assert!(POSTED_RETENTION.num_seconds() > 2 * resend_timer::LONGEST.num_seconds());
@@ -252,7 +253,11 @@ impl AccountUpdate {
         let moved = &mut self.account.moved;
         moved.retain(|_, it| ctx.now < it.at + POSTING_RETENTION);
         moved.insert(name, PostingRecord { at: ctx.now, how });
-        let posted = moved.iter().filter(|(_, it)| matches!(it.how, PostingResult::Posted { .. }));
+        let refunds = Self::posting_name(PostingKind::Refund, "");
+        let may_be_forgotten = |name: &str, it: &PostingRecord| {
+            matches!(it.how, PostingResult::Posted { .. }) && !name.starts_with(&refunds)
+        };
+        let posted = moved.iter().filter(|(name, it)| may_be_forgotten(name, it));
         let mut posted: Vec<_> = posted.map(|(name, it)| (it.at, name.clone())).collect();
         posted.sort_unstable();
         let surplus = posted.len().saturating_sub(MAX_POSTED_REMEMBERED);
