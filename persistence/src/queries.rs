@@ -38,7 +38,7 @@ pub use policy::{PolicyFilter, PolicyRow};
 pub use replication::ReplicationStatus;
 pub use restored_position::LastCommit;
 pub use role_bindings::{BindingFilter, BindingRow};
-pub use shard::{AbandonedTerminal, DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
+pub use shard::{DueTimer, GatewayConnection, OutboxCursor, OverdueEntities, UnsettledEvents};
 
 use crate::idempotency::IdempotencyRecords;
 use crate::pool::ReadPool;

@@ -8,6 +8,7 @@ use crate::shard_numbers::{numbers, shard};
 use domain::commit::Epoch;
 use domain::id::{EntityKind, EntityRef, EventId, MemberId, Shard, TerminalSessionId};
 use domain::state_machine::{RequestOrigin, Timestamp};
+use domain::terminal_session;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use std::time::Duration;
@@ -124,48 +125,72 @@ impl Reads {
         read_rows(&rows, "reading orphaned events")
     }
 
-    /// The terminal sessions of these shards that have a connection at a member that is not in the table of members, or is one of `ended`,
-    /// without those of `except`. The table is read in the same snapshot: a member is in it before it admits a connection.
+    /// The members that have connections of terminal sessions, and are not in the table of members or are among `ended`. It looks up one term
+    /// for each member with connections, however many it has. The table is read in the same snapshot: a member is in it before it admits a connection.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn abandoned_terminals(
+    pub async fn ended_gateways(&self, ended: &[MemberId]) -> Result<Vec<MemberId>, StoreError> {
+        // From each term to the next one that differs. Ids are hexadecimal: in every collation they are before the letter g.
+        let terms: Vec<String> = sqlx::query_scalar(
+            "WITH RECURSIVE gateway (term) AS (
+                 (SELECT term FROM term WHERE term > $1 AND term < $1 || 'g' ORDER BY term LIMIT 1)
+                 UNION ALL
+                 SELECT (SELECT next.term FROM term AS next WHERE next.term > gateway.term AND next.term < $1 || 'g' ORDER BY next.term LIMIT 1)
+                 FROM gateway WHERE gateway.term IS NOT NULL
+             )
+             SELECT term FROM gateway WHERE term IS NOT NULL AND NOT EXISTS (
+                 SELECT 1 FROM member WHERE $1 || member.id::text = gateway.term AND member.id <> ALL ($2)
+             )",
+        )
+        .bind(terminal_session::GATEWAY_TERM)
+        .bind(ended.iter().map(|member| member.0).collect::<Vec<_>>())
+        .fetch_all(&self.pool)
+        .await
+        .doing("reading the gateways that have ended")?;
+        Ok(terms.iter().filter_map(|term| terminal_session::gateway_of_term(term)).collect())
+    }
+
+    /// The terminal sessions of these shards that have their connection at one of these members, without those of `except`, unordered.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn terminals_at(
         &self,
+        gateways: &[MemberId],
         shards: &[Shard],
-        ended: &[MemberId],
         except: &[TerminalSessionId],
         limit: u32,
-    ) -> Result<Vec<AbandonedTerminal>, StoreError> {
+    ) -> Result<Vec<GatewayConnection>, StoreError> {
+        // A member of the release before that changes a session leaves its term: the snapshot decides.
         let rows = sqlx::query(
-            "SELECT id, body ->> 'attachments' AS attachment FROM entity
-             WHERE kind = 'terminal_session' AND state = 'attached' AND shard = ANY ($1) AND id <> ALL ($3)
-               AND body #>> '{phase,gateway}' IS NOT NULL
-               AND NOT EXISTS (
-                   SELECT 1 FROM member WHERE member.id::text = entity.body #>> '{phase,gateway}' AND member.id <> ALL ($2)
-               )
-             ORDER BY created_at, id LIMIT $4",
+            "SELECT entity.id, entity.body ->> 'attachments' AS attachment FROM term JOIN entity ON entity.id = term.entity
+             WHERE term.term = ANY ($1) AND term.term = $5 || (entity.body #>> '{phase,gateway}')
+               AND entity.kind = 'terminal_session' AND entity.state = 'attached' AND entity.shard = ANY ($2) AND entity.id <> ALL ($3)
+             LIMIT $4",
         )
+        .bind(gateways.iter().map(|member| terminal_session::gateway_term(*member)).collect::<Vec<_>>())
         .bind(numbers(shards))
-        .bind(ended.iter().map(|member| member.0).collect::<Vec<_>>())
         .bind(except.iter().map(|session| session.0).collect::<Vec<_>>())
         .bind(i64::from(limit))
+        .bind(terminal_session::GATEWAY_TERM)
         .fetch_all(&self.pool)
         .await
         .doing("reading terminals of ended gateways")?;
-        let abandoned = |row: &PgRow| -> Result<Option<AbandonedTerminal>, sqlx::Error> {
+        let connection = |row: &PgRow| -> Result<Option<GatewayConnection>, sqlx::Error> {
             // A number that cannot be read is one that no release has written.
             let attachment = row.try_get::<Option<String>, _>("attachment")?.and_then(|number| number.parse().ok());
             let session = TerminalSessionId(row.try_get("id")?);
-            Ok(attachment.map(|attachment| AbandonedTerminal { session, attachment }))
+            Ok(attachment.map(|attachment| GatewayConnection { session, attachment }))
         };
-        let found: Result<Vec<_>, _> = rows.iter().map(abandoned).collect();
+        let found: Result<Vec<_>, _> = rows.iter().map(connection).collect();
         Ok(found.doing("reading terminals of ended gateways")?.into_iter().flatten().collect())
     }
 }
 
-/// A connection of a terminal session whose gateway has ended.
+/// A connection of a terminal session, at its gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AbandonedTerminal {
+pub struct GatewayConnection {
     pub session: TerminalSessionId,
     /// The number of the connection.
     pub attachment: u32,

@@ -16,12 +16,12 @@ use domain::{Action, Permit, Principal, TerminalSessionId};
 use futures::FutureExt as _;
 use persistence::Reads;
 use persistence::outage_log::RetryLog;
-use persistence::queries::AbandonedTerminal;
+use persistence::queries::GatewayConnection;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// How often the attached sessions are read.
+/// How often the gateways are read.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 const PAGE_SIZE: u32 = 1000;
 const CONCURRENCY: usize = 32;
@@ -68,16 +68,28 @@ impl TerminalGateways {
         Ok(())
     }
 
-    async fn abandoned(&self, except: &[TerminalSessionId]) -> Vec<(TerminalSessionId, AbandonedTerminal)> {
+    async fn abandoned(&self, except: &[TerminalSessionId]) -> Vec<(TerminalSessionId, GatewayConnection)> {
         static RETRIES: RetryLog = RetryLog::new("look for terminals of ended gateways");
         let shards: Vec<_> = self.host.terms().iter().map(|term| term.shard).collect();
         let ended = self.view.state().silent_members(GATEWAY_TIMEOUT, Instant::now());
-        let found = self.reads.abandoned_terminals(&shards, &ended, except, PAGE_SIZE).await;
-        RETRIES.observe(found).unwrap_or_default().into_iter().map(|terminal| (terminal.session, terminal)).collect()
+        let found = async {
+            let gateways = self.reads.ended_gateways(&ended).await?;
+            // No session is read while all of them live.
+            if gateways.is_empty() {
+                return Ok(Vec::new());
+            }
+            self.reads.terminals_at(&gateways, &shards, except, PAGE_SIZE).await
+        };
+        RETRIES
+            .observe(found.await)
+            .unwrap_or_default()
+            .into_iter()
+            .map(|terminal| (terminal.session, terminal))
+            .collect()
     }
 
     /// Whether the session is detached, or needs not be.
-    async fn detach(&self, AbandonedTerminal { session, attachment }: AbandonedTerminal) -> bool {
+    async fn detach(&self, GatewayConnection { session, attachment }: GatewayConnection) -> bool {
         let context = CommandContext::new(&self.permit, Uuid::now_v7().to_string(), Utc::now() + COMMAND_TIMEOUT);
         let detach = Instruction::Detach { attachment };
         match self.directory.ask::<TerminalSession>(&self.permit, session.0, detach.into(), context).await {

@@ -27,10 +27,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt;
 
+mod gateway;
 mod instruction;
 mod recording;
 mod request;
 
+pub use gateway::{GATEWAY_TERM, gateway_of_term, gateway_term};
 pub use instruction::Instruction;
 pub use request::Request;
 
@@ -324,6 +326,10 @@ impl Machine for TerminalSession {
 
     fn keys(&self) -> IndexKeys {
         IndexKeys { owner: Some(self.owner.user_id.to_string()), ..IndexKeys::default() }
+    }
+
+    fn terms(&self) -> BTreeSet<String> {
+        self.gateway().map(gateway_term).into_iter().collect()
     }
 
     fn is_transient(&self) -> bool {

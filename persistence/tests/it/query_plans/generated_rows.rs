@@ -167,6 +167,10 @@ CROSS JOIN LATERAL (VALUES (CASE WHEN i % 20 < 8 THEN 'node/' || i / 1000 END), 
                            (CASE WHEN i / 20 % 500 = 7 THEN 'label/rare' END)) AS terms (term)
 WHERE term IS NOT NULL AND i % 20 IN (0, 1, 8, 9, 10, 11);
 
+INSERT INTO term (entity, term)
+SELECT md5('entity' || i)::uuid, 'gateway/' || md5('member' || i % 2)::uuid
+FROM generate_series($from, $to) AS i WHERE i % 20 IN (12, 13) AND i / 20 % 500 = 7;
+
 INSERT INTO claim (name, entity)
 SELECT 'gpu/' || md5('gpu' || i), md5('entity' || i / 20 * 20 + 8)::uuid FROM generate_series($from, $to) AS i;
 

@@ -287,8 +287,9 @@ async fn read_timers_and_events(reads: &Reads, rows: &SampleRows) {
     reads.outbox_backlog(&mine).await.unwrap();
     let except: Vec<_> = rows.events[..2].iter().map(|id| EventId(*id)).collect();
     reads.orphaned_events(&mine, Duration::from_millis(500), &except, 20).await.unwrap();
-    let (ended, closed) = ([MemberId(Uuid::from_u128(7))], [TerminalSessionId(rows.sessions[0])]);
-    reads.abandoned_terminals(&mine, &ended, &closed, PAGE).await.unwrap();
+    let gateways = reads.ended_gateways(&[MemberId(Uuid::from_u128(7))]).await.unwrap();
+    assert_eq!(gateways.len(), 2, "each member with connections once");
+    reads.terminals_at(&gateways[..1], &mine, &[TerminalSessionId(rows.sessions[0])], PAGE).await.unwrap();
     let cursors: Vec<_> = mine.iter().map(|shard| OutboxCursor::start(*shard)).collect();
     reads.events_after(&cursors, 20).await.unwrap();
     let cursors: Vec<_> = mine.iter().map(|shard| OutboxCursor { shard: *shard, epoch: Epoch(0), seq: 500 }).collect();

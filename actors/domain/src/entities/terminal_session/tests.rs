@@ -191,7 +191,12 @@ fn connection_of_a_session_names_its_gateway_and_none_in_an_earlier_release() {
     assert_eq!(phase, Phase::Attached { since: story.now, gateway: Some(GATEWAY) });
     let stored = serde_json::to_value(&phase).unwrap();
     assert_eq!(stored["gateway"], json!(GATEWAY), "the worker that looks for ended gateways reads it there");
+    let terms = |story: &Story| story.session.as_ref().unwrap().terms();
+    assert_eq!(terms(&story), [gateway_term(GATEWAY)].into(), "and finds it by this");
+    assert_eq!(gateway_of_term(&gateway_term(GATEWAY)), Some(GATEWAY));
     assert_eq!(serde_json::from_value::<Phase>(stored).unwrap(), phase);
+    story.ask(&gateway(), Instruction::Detach { attachment: 1 }).unwrap();
+    assert_eq!(terms(&story), BTreeSet::new());
     let earlier = json!({ "state": "attached", "since": "2027-01-15T08:00:00Z" });
     let phase: Phase = serde_json::from_value(earlier.clone()).unwrap();
     assert!(matches!(phase, Phase::Attached { gateway: None, .. }));
