@@ -1,15 +1,18 @@
-//! SKU and region of each node, by which loads are added up. They are read from the store now and then: a request reads memory alone.
+//! SKU and region of each node, by which loads are added up. They are read from the store periodically, so that a request reads memory alone: of
+//! a node that is known its state alone, since SKU and region never change.
 
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::NodeId;
-use persistence::queries::FleetNodeRow;
 use persistence::{Reads, StoreError};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use tokio::sync::Mutex;
 use uuid::Uuid;
 
 /// After this time the nodes are read again. A worker does so before, so that a request waits only where none runs.
 const MAX_AGE: TimeDelta = TimeDelta::seconds(30);
+/// Nodes whose SKU and region one statement reads.
+const PAGE_SIZE: usize = 10_000;
 
 /// A node that is neither removed nor being removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +53,8 @@ impl FleetDirectory {
         {
             return Ok(Arc::clone(nodes));
         }
-        let nodes = self.read().await?;
+        let known = last.as_ref().map_or(&[][..], |(_, nodes)| &nodes[..]);
+        let nodes = self.read(known).await?;
         *last = Some((now, Arc::clone(&nodes)));
         Ok(nodes)
     }
@@ -60,30 +64,49 @@ impl FleetDirectory {
     /// # Errors
     /// [`StoreError`]
     pub async fn refresh(&self, now: DateTime<Utc>) -> Result<Arc<[FleetNode]>, StoreError> {
-        let nodes = self.read().await?;
+        let known = self.last.lock().await.as_ref().map(|(_, nodes)| Arc::clone(nodes));
+        let nodes = self.read(known.as_deref().unwrap_or_default()).await?;
         *self.last.lock().await = Some((now, Arc::clone(&nodes)));
         Ok(nodes)
     }
 
-    async fn read(&self) -> Result<Arc<[FleetNode]>, StoreError> {
-        let rows = self.reads.fleet_nodes().await?;
-        // In order of SKU and region, so that equal names are beside each other and are stored once.
-        let mut names: (Arc<str>, Arc<str>) = ("".into(), "".into());
-        let node = |row: FleetNodeRow| {
-            if *names.0 != *row.sku {
-                names.0 = row.sku.as_str().into();
+    /// The states of all nodes, and SKU and region of those that were not known.
+    async fn read(&self, known: &[FleetNode]) -> Result<Arc<[FleetNode]>, StoreError> {
+        let states = self.reads.node_states().await?;
+        let known: HashMap<NodeId, &FleetNode> = known.iter().map(|node| (node.id, node)).collect();
+        let unknown: Vec<NodeId> = states.iter().map(|(id, _)| *id).filter(|id| !known.contains_key(id)).collect();
+        let mut names = Names::default();
+        for node in known.values() {
+            names.0.extend([Arc::clone(&node.sku), Arc::clone(&node.region_code)]);
+        }
+        let mut new = HashMap::new();
+        for page in unknown.chunks(PAGE_SIZE) {
+            for row in self.reads.fleet_nodes(page).await? {
+                let (sku, region_code) = (names.shared(&row.sku), names.shared(&row.region_code));
+                let node = FleetNode { id: row.node, sku_id: row.sku_id.0, sku, region_code, is_expected: false };
+                new.insert(row.node, node);
             }
-            if *names.1 != *row.region_code {
-                names.1 = row.region_code.as_str().into();
-            }
-            FleetNode {
-                id: row.node,
-                sku_id: row.sku_id.0,
-                sku: Arc::clone(&names.0),
-                region_code: Arc::clone(&names.1),
-                is_expected: matches!(row.state.as_str(), "active" | "draining" | "offline"),
-            }
+        }
+        let node = |(id, state): (NodeId, String)| {
+            let node = new.get(&id).or_else(|| known.get(&id).copied())?;
+            let is_expected = matches!(state.as_str(), "active" | "draining" | "offline");
+            Some(FleetNode { is_expected, ..node.clone() })
         };
-        Ok(rows.into_iter().map(node).collect())
+        Ok(states.into_iter().filter_map(node).collect())
+    }
+}
+
+/// The names of SKUs and regions, each stored once.
+#[derive(Default)]
+struct Names(HashSet<Arc<str>>);
+
+impl Names {
+    fn shared(&mut self, name: &str) -> Arc<str> {
+        if let Some(known) = self.0.get(name) {
+            return Arc::clone(known);
+        }
+        let name: Arc<str> = name.into();
+        self.0.insert(Arc::clone(&name));
+        name
     }
 }

@@ -60,6 +60,23 @@ async fn fleet_is_rolled_up_by_sku_and_region_for_administrators_alone() {
 }
 
 #[tokio::test]
+async fn sku_and_region_of_a_node_are_read_once() {
+    let api = ApiHarness::new().await;
+    let read = async || api.app.fleet_directory.refresh(api.app.environment.now()).await.unwrap();
+    api.sku("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
+    let first = read().await;
+    assert_eq!(first.iter().map(|it| (it.id, &*it.sku, it.is_expected)).collect::<Vec<_>>(), [(node, "h100x4", true)]);
+    // Where its snapshot were read again, it would be left out.
+    api.make_nodes_unreadable().await;
+    assert_eq!(read().await, first);
+    let new = api.node("h100x4", 4).await;
+    let states: Vec<_> = read().await.iter().map(|it| (it.id, it.is_expected)).collect();
+    assert_eq!(states.len(), 2);
+    assert!(states.contains(&(new, false)), "its agent never came");
+}
+
+#[tokio::test]
 async fn user_sees_the_load_of_their_own_gpus_since_the_allocation_is_active() {
     let (api, node) = ApiHarness::with_free_node().await;
     let made = api.post("/api/v1/allocations").user("ann").key("k1").json(&json!({"sku": "h100x4", "gpu_count": 1}));

@@ -449,11 +449,12 @@ async fn read_totals(reads: &Reads, pool: &PgPool, rows: &SampleRows) {
     reads.node_concerns(&mine).await.unwrap();
     let gpus = async || {
         reads.gpus().await.unwrap();
-        reads.fleet_nodes().await.unwrap();
+        reads.node_states().await.unwrap();
     };
     gpus().await;
     let node = format!("id = '{}'", rows.nodes[0]);
-    let without_node = async || drop(reads.fleet_nodes().await.unwrap());
+    let placed: Vec<_> = rows.nodes.iter().copied().map(NodeId).collect();
+    let without_node = async || drop(reads.fleet_nodes(&placed).await.unwrap());
     altered(pool, &node, r#"{"holds": 5}"#, without_node).await;
     reads.dependents("old", true, Utc::now(), PAGE).await.unwrap();
     reads.replication_status().await.unwrap();
