@@ -10,6 +10,7 @@ mod heartbeat;
 pub mod member_queries;
 pub mod nats;
 pub mod nats_permissions;
+pub mod parked_marks;
 pub mod process_identity;
 pub mod recovery_stream;
 pub mod shard_assignment;

@@ -271,7 +271,7 @@ impl Bus {
         self.notify("gpuaas.cluster.beat", None, HeaderMap::new(), member.0.as_bytes().to_vec()).await;
     }
 
-    /// Notifies the others to read the ownership table now, before their next round.
+    /// Notifies the others to read the ownership table and the marks of parked entities now, before their next round.
     pub async fn ownership_changed(&self) {
         self.notify("gpuaas.cluster.changed", None, HeaderMap::new(), Vec::new()).await;
     }

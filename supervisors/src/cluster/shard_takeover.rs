@@ -3,6 +3,8 @@
 
 use super::bus::Bus;
 use super::failure_detector::{ConnectivityGraph, PartitionDetector, is_partitioned};
+use super::heartbeat::RECEIVED_MEMBERS;
+use super::parked_marks::park_marked;
 use super::shard_assignment::assign;
 use super::{ClusterView, RECENT_HEARTBEAT, has_role};
 use crate::process_roles::ProcessRole;
@@ -17,6 +19,7 @@ use persistence::membership::{Member, MemberHeartbeat, Ownership};
 use persistence::outage_log::OutageLog;
 use ractor::ActorCell;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
@@ -42,6 +45,8 @@ pub struct ShardReconciler {
     parent: Option<ActorCell>,
     serving: Mutex<BTreeMap<Shard, CancellationToken>>,
     pub(super) reconcile_now: Arc<Notify>,
+    /// Another member may have parked an entity of this member's shards.
+    read_marks: AtomicBool,
     partition_detector: Mutex<PartitionDetector>,
     pub(super) began: Instant,
 }
@@ -66,6 +71,7 @@ impl ShardReconciler {
             parent,
             serving: Mutex::default(),
             reconcile_now,
+            read_marks: AtomicBool::default(),
             partition_detector: Mutex::default(),
             began: Instant::now(),
         }
@@ -90,7 +96,10 @@ impl ShardReconciler {
                         });
                     }
                 }
-                "gpuaas.cluster.changed" => self.reconcile_now.notify_one(),
+                "gpuaas.cluster.changed" => {
+                    self.read_marks.store(true, Ordering::Relaxed);
+                    self.reconcile_now.notify_one();
+                }
                 subject if subject.starts_with("gpuaas.cells.") => self.directory.import_rate_cells(&message.payload),
                 _ => {}
             }
@@ -137,6 +146,12 @@ impl ShardReconciler {
             self.view.confirm_renewal(renewal);
             // Commands for this member's shards are received from here on.
             self.apply_ownership(&shards).await?;
+        if self.read_marks.swap(false, Ordering::Relaxed)
+            && let Err(error) = park_marked(&self.cluster, &self.host).await
+        {
+            self.read_marks.store(true, Ordering::Relaxed);
+            tracing::debug!(%error, "could not read which entities are parked; the next round reads them");
+        }
         }
         let me = self.view.me.id;
         if !living.iter().any(|heartbeat| heartbeat.member.id == me) {
