@@ -162,6 +162,22 @@ impl Cluster {
         rows.and_then(|rows| rows.iter().map(member_heartbeat).collect()).doing("reading the members")
     }
 
+    /// The same, without one of their details: one that is long and that the caller does not need.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn members_without(&self, detail: &str) -> Result<Vec<MemberHeartbeat>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT id, name, started_at, beat_at, CASE jsonb_typeof(details) WHEN 'object' THEN details - $1 ELSE details END AS details,
+                    greatest(extract(epoch FROM clock_timestamp() - beat_at), 0)::float8 AS silent
+             FROM member ORDER BY id",
+        )
+        .bind(detail)
+        .fetch_all(&self.pool)
+        .await;
+        rows.and_then(|rows| rows.iter().map(member_heartbeat).collect()).doing("reading the members")
+    }
+
     /// The members with a heartbeat within `within` on the database's clock, by id: to be shown, not to be acted on.
     ///
     /// # Errors

@@ -59,6 +59,18 @@ async fn member_is_alive_while_it_sends_heartbeats() {
 }
 
 #[tokio::test]
+async fn members_are_read_without_a_long_detail() {
+    let (_db, cluster) = cluster().await;
+    let details = |details| Member { details, ..member("ann") };
+    cluster.heartbeat(&details(serde_json::json!({"version": "1", "received": ["bob"]}))).await.unwrap();
+    cluster.heartbeat(&details(serde_json::Value::Null)).await.unwrap();
+    let read = cluster.members_without("received").await.unwrap();
+    let mut details: Vec<_> = read.into_iter().map(|member| member.member.details.to_string()).collect();
+    details.sort_unstable();
+    assert_eq!(details, ["null", r#"{"version":"1"}"#]);
+}
+
+#[tokio::test]
 async fn concurrent_takeovers_of_a_shard_have_one_winner() {
     let (_db, cluster) = cluster().await;
     let seen = cluster.shards().await.unwrap();

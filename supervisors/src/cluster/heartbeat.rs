@@ -10,6 +10,9 @@ use persistence::outage_log::{OutageLog, chain};
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
+/// The detail of a member's row that lists the members it receives over NATS.
+pub(super) const RECEIVED_MEMBERS: &str = "hears";
+
 /// How long a heartbeat lets a member answer from its memory: it stops before the others may take over its shards.
 const LEASE_DURATION: Duration = Duration::from_millis(2500);
 
@@ -84,7 +87,7 @@ impl ShardReconciler {
         if self.began.elapsed() > HEARTBEAT_TIMEOUT + HEARTBEAT_INTERVAL {
             let received: Vec<_> =
                 state.last_message_at.keys().filter(|id| state.has_recent_message_from(**id, now)).collect();
-            me.details["hears"] = serde_json::json!(received);
+            me.details[RECEIVED_MEMBERS] = serde_json::json!(received);
         }
         me.details["cut_off"] = state.partitioned.into();
         me.details["clock_offset_ms"] = self.view.clock.offset().map(|offset| offset.ahead.num_milliseconds()).into();

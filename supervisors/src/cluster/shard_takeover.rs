@@ -28,6 +28,9 @@ use tokio_util::sync::CancellationToken;
 /// How often the ownership table is read in full; a message over NATS makes it sooner.
 const RECONCILE_INTERVAL: Duration = Duration::from_millis(500);
 
+/// How often the marks of parked entities are read; a message over NATS makes it sooner.
+const MARKS_INTERVAL: Duration = Duration::from_secs(60);
+
 /// How long commands in flight may take before their shard is closed.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -113,7 +116,13 @@ impl ShardReconciler {
     /// Never; what fails is retried in the next round.
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut outage = OutageLog::new();
+        let mut marks_due_at = Instant::now() + MARKS_INTERVAL;
         loop {
+            // The message of a mark may be lost.
+            if Instant::now() >= marks_due_at {
+                marks_due_at = Instant::now() + MARKS_INTERVAL;
+                self.read_marks.store(true, Ordering::Relaxed);
+            }
             match self.reconcile().await {
                 Ok(()) => {
                     let _ = outage.ended(Instant::now());
@@ -132,7 +141,11 @@ impl ShardReconciler {
         // The shards first: the row of a member that owns a shard by then was written before, and is read afterwards.
         let renewal = self.view.state().renewed_after_lapse;
         let shards = self.cluster.shards().await?;
-        let members = self.cluster.members().await?;
+        // With the lists of received members the rows of all grow with the square of the members: owners of shards alone need them.
+        let members = match self.parent {
+            Some(_) => self.cluster.members().await?,
+            None => self.cluster.members_without(RECEIVED_MEMBERS).await?,
+        };
         let now = Instant::now();
         let living = self.view.update(members, &shards, now);
         self.bus.compact();
@@ -142,16 +155,16 @@ impl ShardReconciler {
         }
         self.update_partition_status(&living, now);
         self.apply_ownership(&shards).await?;
-        if let Some(renewal) = renewal {
-            self.view.confirm_renewal(renewal);
-            // Commands for this member's shards are received from here on.
-            self.apply_ownership(&shards).await?;
         if self.read_marks.swap(false, Ordering::Relaxed)
             && let Err(error) = park_marked(&self.cluster, &self.host).await
         {
             self.read_marks.store(true, Ordering::Relaxed);
             tracing::debug!(%error, "could not read which entities are parked; the next round reads them");
         }
+        if let Some(renewal) = renewal {
+            self.view.confirm_renewal(renewal);
+            // Commands for this member's shards are received from here on.
+            self.apply_ownership(&shards).await?;
         }
         let me = self.view.me.id;
         if !living.iter().any(|heartbeat| heartbeat.member.id == me) {
@@ -354,8 +367,8 @@ fn runs_entities(member: &Member) -> bool {
 /// The members that each member receives, as far as its row says so.
 fn connectivity(living: &[MemberHeartbeat]) -> ConnectivityGraph {
     let received = |heartbeat: &MemberHeartbeat| {
-        let hears = strict_json::from_value(heartbeat.member.details["hears"].clone()).ok()?;
-        Some((heartbeat.member.id, hears))
+        let received = strict_json::from_value(heartbeat.member.details[RECEIVED_MEMBERS].clone()).ok()?;
+        Some((heartbeat.member.id, received))
     };
     living.iter().filter_map(received).collect()
 }

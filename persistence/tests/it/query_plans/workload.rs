@@ -543,6 +543,7 @@ async fn keep_members(store: &TestStore, pool: &PgPool) {
     cluster.check_write(second.id).await.unwrap();
     cluster.end_abandoned_commits().await.unwrap();
     cluster.alive(DAY).await.unwrap();
+    cluster.members_without("hears").await.unwrap();
     cluster.remove(second.id).await.unwrap();
     cluster.remove_silent(DAY).await.unwrap();
     cluster.shards().await.unwrap();
