@@ -84,17 +84,6 @@ pub async fn compact_sums(pool: &PgPool) -> Result<(), StoreError> {
     one_at_a_time(pool, add_up).await.doing("adding up the sums of entities")
 }
 
-/// Recounts the entities, whatever was appended: so commits of a release that appends nothing are counted too. A commit and its
-/// appended row are seen together or not at all, so nothing is missed or counted twice.
-///
-/// # Errors
-/// [`StoreError`]
-pub async fn recount_entities(pool: &PgPool) -> Result<(), StoreError> {
-    let count = "WITH gone AS (DELETE FROM entity_count)
-                 INSERT INTO entity_count (kind, state, change) SELECT kind, state, count(*) FROM entity GROUP BY kind, state";
-    one_at_a_time(pool, count).await.doing("recounting entities")
-}
-
 /// A count that differed from the entities.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CountDifference {
@@ -104,7 +93,8 @@ pub struct CountDifference {
     pub missing: i64,
 }
 
-/// Compares the counts of entities with them, corrects what differs, and returns it.
+/// Compares the counts of entities with them, corrects what differs, and returns it. A commit and its appended row are seen together or not
+/// at all, so that nothing is missed or counted twice.
 ///
 /// # Errors
 /// [`StoreError`]; then nothing was corrected.

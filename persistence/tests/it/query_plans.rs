@@ -82,7 +82,6 @@ const EXCEPTIONS: &[(&str, &str)] = &[
         "`gpuaas recover-report` reads the transitions since a time",
     ),
     ("SELECT key_id, count(*) AS count FROM (", "sealed values by key, before a key leaves the ring"),
-    ("SELECT kind, state, count(*) FROM entity GROUP BY kind, state", "a member counts once as it starts"),
     (
         "SELECT kind, state, count(*) AS entities FROM entity GROUP BY",
         "the auditor compares the counts with the entities",

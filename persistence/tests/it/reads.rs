@@ -230,7 +230,7 @@ async fn entities_are_counted_by_kind_and_state_during_compaction() {
         if n % 2 == 0 {
             table_maintenance::compact_counts(pool).await
         } else {
-            table_maintenance::recount_entities(pool).await
+            table_maintenance::correct_counts(pool).await.map(|differences| assert_eq!(differences, []))
         }
     });
     let more: Vec<_> = (100..140).map(create).collect();
@@ -241,7 +241,7 @@ async fn entities_are_counted_by_kind_and_state_during_compaction() {
     assert_eq!(store.count("entity_count").await, 2);
     // Commits of another release that append no count are found.
     sqlx::query("UPDATE entity SET state = 'inactive' WHERE state = 'active'").execute(store.pool()).await.unwrap();
-    table_maintenance::recount_entities(store.pool()).await.unwrap();
+    assert_eq!(table_maintenance::correct_counts(store.pool()).await.unwrap().len(), 2);
     assert_eq!(counts().await, [draft(79), (EntityKind::Sku, "inactive".to_owned(), 1)]);
 }
 

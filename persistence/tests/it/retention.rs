@@ -342,7 +342,7 @@ async fn ended_entities_are_removed_and_those_that_are_not_done_stay() {
     ] {
         execute(&store, &statement).await;
     }
-    persistence::table_maintenance::recount_entities(store.pool()).await.unwrap();
+    persistence::table_maintenance::correct_counts(store.pool()).await.unwrap();
     assert_eq!(count_ended(store.pool(), EntityKind::Allocation, cutoff).await.unwrap(), 1);
     assert_eq!(lag_of_ended(store.pool(), cutoff).await.unwrap(), cutoff - old);
     let counted = |store: &TestStore| {

@@ -46,11 +46,9 @@ pub async fn run(pool: PgPool, environment: Arc<dyn Environment>) -> anyhow::Res
     let mut ticker = interval(Duration::from_secs(60));
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let cluster = Cluster::new(pool.clone());
-    // A process of the previous release that this one replaces appended no counts.
-    let mut are_counted = false;
     let mut terms_at = Instant::now();
     let [counts, sums, partitions, commands, members, terms] = [
-        "count the entities",
+        "add up the counts of entities",
         "add up the sums of entities",
         "make partitions",
         "delete old command ids",
@@ -60,12 +58,7 @@ pub async fn run(pool: PgPool, environment: Arc<dyn Environment>) -> anyhow::Res
     .map(RetryLog::new);
     loop {
         ticker.tick().await;
-        let counted = if are_counted {
-            table_maintenance::compact_counts(&pool).await
-        } else {
-            table_maintenance::recount_entities(&pool).await
-        };
-        are_counted |= counts.observe(counted).is_some();
+        let _ = counts.observe(table_maintenance::compact_counts(&pool).await);
         let _ = sums.observe(table_maintenance::compact_sums(&pool).await);
         let _ = partitions.observe(table_maintenance::make_partitions(&pool, 2).await);
         let _ = commands.observe(delete_commands(&pool, &*environment).await);

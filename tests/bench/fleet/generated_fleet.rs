@@ -93,7 +93,7 @@ impl FleetGenerator {
                 self.insert(is_node, BATCH.min(count - first)).await?;
             }
         }
-        table_maintenance::recount_entities(&self.pool).await?;
+        table_maintenance::correct_counts(&self.pool).await?;
         entity_sums::correct(&self.pool, &Shard::all().collect::<Vec<_>>()).await?;
         sqlx::query("VACUUM ANALYZE entity, history").execute(&self.pool).await?;
         Ok(())

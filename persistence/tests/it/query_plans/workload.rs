@@ -369,8 +369,8 @@ async fn read_ledger(reads: &Reads, rows: &SampleRows) {
         }
     }
     reads.allocation_costs(&rows.allocations).await.unwrap();
-    let now = Utc::now();
     reads.has_posting(account, PostingKind::Deposit, "pay-80").await.unwrap();
+    let now = Utc::now();
     reads.ledger_positions(account, &[now - TimeDelta::minutes(500), now]).await.unwrap();
     reads.ledger_sums(account, 100, 200, 20).await.unwrap();
     reads.ledger_stretch(account, 100, 200, PAGE).await.unwrap();
@@ -572,7 +572,6 @@ async fn maintain_tables(pool: &PgPool) {
     table_maintenance::delete_commands(pool, DAY, 20).await.unwrap();
     table_maintenance::store_node_terms(pool, None, 20).await.unwrap();
     table_maintenance::compact_counts(pool).await.unwrap();
-    table_maintenance::recount_entities(pool).await.unwrap();
     table_maintenance::correct_counts(pool).await.unwrap();
     table_maintenance::compact_sums(pool).await.unwrap();
     entity_sums::correct(pool, &third_of_shards()).await.unwrap();
