@@ -98,6 +98,8 @@ pub enum RecordingError {
 pub struct RecordingFilter {
     pub owner: Option<String>,
     pub allocation: Option<AllocationId>,
+    /// The newest first, in place of the oldest.
+    pub is_newest_first: bool,
 }
 
 /// See the module; cheap to clone.
@@ -296,7 +298,7 @@ impl Recordings {
         row.as_ref().map(recording).transpose().doing("reading a recording")
     }
 
-    /// Oldest first, at most `limit`.
+    /// A page of them, in the filter's order: at most `limit`.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -315,10 +317,11 @@ impl Recordings {
             query.push(" AND allocation_id = ").push_bind(allocation.0);
         }
         if let Some(after) = after {
-            query.push(" AND (created_at, session_id) > (").push_bind(after.created_at).push(", ").push_bind(after.id);
-            query.push(")");
+            query.push(" AND (created_at, session_id) ").push(if filter.is_newest_first { "< (" } else { "> (" });
+            query.push_bind(after.created_at).push(", ").push_bind(after.id).push(")");
         }
-        query.push(" ORDER BY created_at, session_id LIMIT ").push_bind(limit);
+        let order = if filter.is_newest_first { "created_at DESC, session_id DESC" } else { "created_at, session_id" };
+        query.push(" ORDER BY ").push(order).push(" LIMIT ").push_bind(limit);
         let rows = query.build().fetch_all(&self.pool).await.doing("listing recordings")?;
         rows.iter().map(recording).collect::<Result<_, _>>().doing("listing recordings")
     }

@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import { act, cleanup, screen, waitFor, within } from "@testing-library/react";
 import userEvent from "@testing-library/user-event";
 import { answers, paged } from "./answers.ts";
-import { ago, allocation, entity, node, payment, sku, sshKey, terminal, tree, uuid } from "./fixtures.ts";
+import { ago, allocation, entity, node, payment, recording, sku, sshKey, terminal, tree, uuid } from "./fixtures.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
 import { refusal } from "./mock-api.ts";
@@ -20,7 +20,7 @@ describe("filters", () => {
   });
 });
 
-describe("lists that begin with the oldest", () => {
+describe("lists that grow with time", () => {
   it("of allocations do not hide what runs behind what was released", async () => {
     mock.role = "operator";
     const all = [...Array.from({ length: 60 }, (_, index) => allocation(100 + index, { state: "released", user_id: "root" })), allocation(1, { name: "runs-now", user_id: "root" }), allocation(2, { name: "of-another" })];
@@ -33,16 +33,57 @@ describe("lists that begin with the oldest", () => {
     expect(screen.queryByText("of-another")).toBeNull();
     expect(screen.queryByText(/Nothing is rented/)).toBeNull();
   });
-  it("of payments show the newest first, and all of them", async () => {
-    const all = Array.from({ length: 230 }, (_, index) => ({ ...payment, id: uuid(5000 + index), amount_minor: 100 * (index + 1), left_minor: 0, created_at: ago(9000 - index) }));
-    answers("/api/v1/billing/payments", (query) => paged(all, query));
-    openConsole("/money");
-    const payments = within(await screen.findByRole("group", { name: "Payments" }));
-    const amounts = () => payments.getAllByRole("row").slice(1).map((row) => row.querySelector("td")?.textContent?.replace(/[^\d.]/g, ""));
-    expect(amounts()[0]).toBe("230.00");
-    expect(amounts()).toHaveLength(20);
-    await userEvent.click(screen.getByRole("button", { name: "Show more of Payments" }));
-    expect(amounts()).toHaveLength(40);
+  it.each([
+    ["/money", "/api/v1/billing/payments", "user"],
+    [`/accounts/${uuid(1)}`, `/api/v1/admin/billing/accounts/${uuid(1)}/payments`, "admin"],
+  ] as const)("of 1,230 payments on %s show the newest first, by pages of one request", async (address, path, role) => {
+    mock.role = role;
+    const all = Array.from({ length: 1230 }, (_, index) => ({ ...payment, id: uuid(5000 + index), amount_minor: 100 * (index + 1), left_minor: 0, created_at: ago(9000 - index) }));
+    let asked = 0;
+    answers(path, (query) => {
+      asked += 1;
+      return paged(all, query);
+    });
+    const { router } = openConsole(address);
+    const amounts = () => within(screen.getByRole("group", { name: "Payments" })).getAllByRole("row").slice(1).map((row) => row.querySelector("td")?.textContent?.replace(/[^\d.]/g, ""));
+    await screen.findByRole("group", { name: "Payments" });
+    expect([amounts()[0], amounts().length, asked]).toEqual(["1230.00", 20, 1]);
+    await userEvent.click(within(screen.getByRole("navigation", { name: "Pages of Payments" })).getByRole("button", { name: "Next page" }));
+    await waitFor(() => expect(amounts()[0]).toBe("1210.00"));
+    expect([asked, router.state.location.search]).toEqual([2, { payments_page: "20" }]);
+  });
+  it("of 1,230 recordings show the newest first", async () => {
+    const all = Array.from({ length: 1230 }, (_, index) => ({ ...recording, id: uuid(5000 + index), duration_ms: 1000 * (index + 1) }));
+    answers(`/api/v1/allocations/${allocation(1).id}/recordings`, (query) => paged(all, query));
+    openConsole(`/allocations/${allocation(1).id}`);
+    const [, newest] = within(await screen.findByRole("group", { name: "Terminal recordings" })).getAllByRole("row");
+    expect(newest?.textContent).toContain("1,230 s");
+  });
+  it.each([
+    ["/allocations", "/api/v1/allocations", "Allocations"],
+    ["/terminals", "/api/v1/admin/terminal-sessions", "Terminals"],
+    ["/terminals", "/api/v1/admin/recordings", "Recordings"],
+    ["/logins", "/api/v1/admin/browser-sessions", "Logins"],
+    ["/rollouts", "/api/v1/admin/rollouts", "Rollouts"],
+    ["/payment-events", "/api/v1/admin/billing/processor-events", "Payment events"],
+  ])("on %s are asked for from the newest on: %s", async (address, path, label) => {
+    mock.role = "admin";
+    const orders: (string | null)[] = [];
+    mock.overrides.push(({ url, method }) => {
+      const { pathname, searchParams } = new URL(url);
+      if (method === "GET" && pathname === path) orders.push(searchParams.get("order"));
+      return null;
+    });
+    openConsole(address);
+    await screen.findByRole("group", { name: label });
+    expect(orders).toEqual(["newest_first"]);
+  });
+  it("begin with the oldest at a replica of an earlier release, which refuses the order", async () => {
+    answers("/api/v1/allocations", (query) =>
+      query.has("order") ? refusal(400, "invalid_request", "Query parameter `order` is not known here; leave it out.", {}, { field: "order" }) : paged([allocation(1)], query),
+    );
+    openConsole("/allocations");
+    expect(await screen.findByText("training-1")).toBeTruthy();
   });
   it("of SSH keys offer the usable ones behind those that were revoked", async () => {
     const revoked = Array.from({ length: 220 }, (_, index) => ({ ...sshKey, id: uuid(6000 + index), name: `old-${index}`, is_default: false, revoked_at: ago(10) }));

@@ -22,6 +22,7 @@ use persistence::envelope_encryption::SealContext;
 use persistence::queries::{AllocationCost, ListFilter};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::slice;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use utoipa::{IntoParams, ToSchema};
@@ -103,11 +104,13 @@ pub(super) struct AllocationFilter {
     /// Allocations that are or were on this node.
     #[serde(skip_serializing_if = "Option::is_none")]
     node_id: Option<Uuid>,
+    /// The order of the list. Where it is left out, the oldest are first, but of a node (`node_id`) the newest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
-/// Your allocations, oldest first; everybody's for administrators.
-///
-/// Those of a node (`node_id`) are listed newest first.
+/// Your allocations; everybody's for administrators.
 #[utoipa::path(
     get,
     path = "/",
@@ -122,9 +125,12 @@ pub(super) async fn list(
     let filter = &listing.filter;
     let owner = visible_owner(&context, filter.user_id.as_deref())?;
     // A node has had many tenants: its present ones are on the first page. Replicas of an earlier release began with the oldest.
-    let orders: &[Order] =
-        if filter.node_id.is_some() { &[Order::NewestFirst, Order::OldestFirst] } else { &[Order::OldestFirst] };
-    let (page, order) = listing.page_in_orders("allocations", owner.as_deref().unwrap_or_default(), orders)?;
+    let orders = match (&filter.order, filter.node_id) {
+        (Some(order), _) => slice::from_ref(order),
+        (None, Some(_)) => &[Order::NewestFirst, Order::OldestFirst],
+        (None, None) => &[Order::OldestFirst],
+    };
+    let page = listing.page_in_orders("allocations", owner.as_deref().unwrap_or_default(), orders)?;
     let sku = match &filter.sku {
         Some(sku) => Some(sku::id_in_filter(&app, sku).await?),
         None => None,
@@ -136,7 +142,7 @@ pub(super) async fn list(
         states: filter.state.map(|state| state.name().to_owned()).into_iter().collect(),
         sku,
         terms,
-        is_newest_first: order == Order::NewestFirst,
+        ..ListFilter::default()
     };
     let rows = read_model::list::<Allocation>(&app, &filter, &page).await?;
     let now = app.environment.now();

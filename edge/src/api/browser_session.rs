@@ -73,6 +73,10 @@ pub(super) struct BrowserSessionFilter {
     state: Option<StateName>,
     /// Whose.
     user_id: Option<ClaimId>,
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
 /// Your logins to the web console, oldest first.
@@ -109,7 +113,7 @@ pub(super) async fn end_own(
     ended(context, id, Request::EndByUser).await
 }
 
-/// All logins to the web console, oldest first.
+/// All logins to the web console.
 #[utoipa::path(
     get,
     path = "/",
@@ -122,7 +126,8 @@ pub(super) async fn list(
     listing: Listing<BrowserSessionFilter>,
 ) -> Result<Json<Items<BrowserSessionView>>, ApiError> {
     let owner = listing.filter.user_id.as_deref().map(str::to_owned);
-    let page = listing.page("admin/browser-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
+    let order = listing.filter.order.unwrap_or_default();
+    let page = listing.page("admin/browser-sessions", owner.as_deref().unwrap_or_default(), order)?;
     let filter = ListFilter { owner, states: states(listing.filter.state), ..ListFilter::default() };
     let rows = read_model::list::<BrowserSession>(&app, &filter, &page).await?;
     let current = context.caller.browser_session;

@@ -34,9 +34,13 @@ pub(super) use view::{RefundState, RefundView};
 #[into_params(parameter_in = Query)]
 pub(super) struct PaymentFilter {
     state: Option<StateName>,
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
-/// The payments into your account, or your organisation's, oldest first.
+/// The payments into your account, or your organisation's.
 #[utoipa::path(
     get,
     path = "/",
@@ -49,7 +53,8 @@ pub(super) async fn list(
     listing: Listing<PaymentFilter>,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
     let holder = holder_of(&context);
-    let page = listing.page("billing/payments", &holder.to_string(), Order::OldestFirst)?;
+    let order = listing.filter.order.unwrap_or_default();
+    let page = listing.page("billing/payments", &holder.to_string(), order)?;
     payments_of(&app, &holder, &listing.filter, &page).await
 }
 
@@ -76,7 +81,7 @@ pub(super) async fn get(
     Ok(Json(PaymentView::of(&found.it, id_of(&found.it.holder))))
 }
 
-/// The payments into an account, oldest first.
+/// The payments into an account.
 #[utoipa::path(
     get,
     path = "/",
@@ -91,7 +96,8 @@ pub(super) async fn list_of(
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
     let account = current::<BillingAccount>(&app, id).await?;
     let holder = account.ok_or_else(|| ApiError::not_found("billing account"))?.it.holder.clone();
-    let page = listing.page("admin/billing/payments", &id.to_string(), Order::OldestFirst)?;
+    let order = listing.filter.order.unwrap_or_default();
+    let page = listing.page("admin/billing/payments", &id.to_string(), order)?;
     payments_of(&app, &holder, &listing.filter, &page).await
 }
 

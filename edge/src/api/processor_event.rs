@@ -32,6 +32,10 @@ pub(super) struct EventFilter {
     /// The event with this id of the processor.
     #[param(inline)]
     event_id: Option<ProcessorId>,
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
 /// The state of an event. One that is `dead` has failed in its last attempt, and waits for an operator.
@@ -92,7 +96,7 @@ pub(super) struct EventView {
     overdue: bool,
 }
 
-/// The events of the payment processor, oldest first.
+/// The events of the payment processor.
 #[utoipa::path(
     get,
     path = "/",
@@ -104,7 +108,8 @@ pub(super) async fn list(
     State(app): State<AppState>,
     listing: Listing<EventFilter>,
 ) -> Result<Json<Items<EventView>>, ApiError> {
-    let page = listing.page("admin/billing/processor-events", "", Order::OldestFirst)?;
+    let order = listing.filter.order.unwrap_or_default();
+    let page = listing.page("admin/billing/processor-events", "", order)?;
     let (filter, now) = (&listing.filter, app.environment.now());
     if let Some(event_id) = &filter.event_id {
         let found = current::<ProcessorEvent>(&app, id_of_event(event_id)).await?;

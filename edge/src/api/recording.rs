@@ -24,7 +24,7 @@ use crate::app_state::AppState;
 use crate::app_state::read_model::find;
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;
-use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::http::pagination::{Items, Listing, Order, OrderQuery, Page, PageQuery, Position};
 use crate::http::request_body::Path;
 use crate::terminal::recording::asciicast::{Cast, MEDIA_TYPE};
 
@@ -61,33 +61,33 @@ pub(super) struct RecordingQuery {
     user_id: Option<ClaimId>,
     /// Recordings of this allocation's sessions.
     allocation_id: Option<Uuid>,
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
-/// No filter but the page's.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Unfiltered {}
-
-/// The recordings of an allocation's terminal sessions, oldest first.
+/// The recordings of an allocation's terminal sessions.
 #[utoipa::path(
     get,
     path = "/",
-    params(PageQuery),
+    params(PageQuery, OrderQuery),
     responses((status = 200, description = "A page of recordings.", body = Items<RecordingView>)),
 )]
 pub(super) async fn of_allocation(
     UserRequest(context): UserRequest,
     State(app): State<AppState>,
     Path(id): Path<Uuid>,
-    listing: Listing<Unfiltered>,
+    listing: Listing<OrderQuery>,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
     visible(&app, &context, id).await?;
-    let page = listing.page("recordings-of-allocation", &id.to_string(), Order::OldestFirst)?;
-    let filter = RecordingFilter { owner: None, allocation: Some(AllocationId(id)) };
+    let order = listing.filter.order.unwrap_or_default();
+    let page = listing.page("recordings-of-allocation", &id.to_string(), order)?;
+    let filter = RecordingFilter { allocation: Some(AllocationId(id)), ..RecordingFilter::default() };
     page_of(&app, &filter, &page).await
 }
 
-/// Everybody's recordings, oldest first.
+/// Everybody's recordings.
 #[utoipa::path(
     get,
     path = "/",
@@ -99,10 +99,11 @@ pub(super) async fn list(
     State(app): State<AppState>,
     listing: Listing<RecordingQuery>,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
-    let page = listing.page("recordings", "", Order::OldestFirst)?;
+    let page = listing.page("recordings", "", listing.filter.order.unwrap_or_default())?;
     let filter = RecordingFilter {
         owner: listing.filter.user_id.as_deref().map(str::to_owned),
         allocation: listing.filter.allocation_id.map(AllocationId),
+        ..RecordingFilter::default()
     };
     page_of(&app, &filter, &page).await
 }
@@ -113,7 +114,8 @@ async fn page_of(
     page: &Page,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
-    let rows = app.trust.secrets.recordings().list(filter, after, page.rows_to_read()).await?;
+    let filter = RecordingFilter { is_newest_first: page.order == Order::NewestFirst, ..filter.clone() };
+    let rows = app.trust.secrets.recordings().list(&filter, after, page.rows_to_read()).await?;
     let position = |row: &Recording| Position { created_at: row.created_at, id: row.session.0 };
     Ok(Json(page.answer(rows, position, view)))
 }

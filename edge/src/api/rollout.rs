@@ -71,6 +71,10 @@ const DEFAULT_SOAK_SECONDS: u32 = 600;
 #[into_params(parameter_in = Query)]
 pub(super) struct RolloutFilter {
     state: Option<RolloutState>,
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
@@ -187,7 +191,7 @@ enum RolloutNodeOutcome {
     Skipped,
 }
 
-/// The rollouts, oldest first.
+/// The rollouts.
 #[utoipa::path(
     get,
     path = "/",
@@ -199,7 +203,7 @@ pub(super) async fn list(
     State(app): State<AppState>,
     listing: Listing<RolloutFilter>,
 ) -> Result<Json<Items<RolloutView>>, ApiError> {
-    let page = listing.page("admin/rollouts", "", Order::OldestFirst)?;
+    let page = listing.page("admin/rollouts", "", listing.filter.order.unwrap_or_default())?;
     let states = listing.filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { states, ..ListFilter::default() };
     let rows = read_model::list::<Rollout>(&app, &filter, &page).await?;

@@ -139,6 +139,10 @@ pub(super) struct TerminalSessionFilter {
     state: Option<StateName>,
     /// Whose.
     user_id: Option<ClaimId>,
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    order: Option<Order>,
 }
 
 /// No filter but the page's.
@@ -386,7 +390,7 @@ pub(super) async fn end(
     Ok(Json(view(&session)))
 }
 
-/// Everybody's terminal sessions, oldest first, ended ones too.
+/// Everybody's terminal sessions, ended ones too.
 #[utoipa::path(
     get,
     path = "/",
@@ -399,7 +403,8 @@ pub(super) async fn list(
     listing: Listing<TerminalSessionFilter>,
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
     let owner = listing.filter.user_id.as_deref().map(str::to_owned);
-    let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
+    let order = listing.filter.order.unwrap_or_default();
+    let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), order)?;
     let states = listing.filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { owner, states, ..ListFilter::default() };
     let rows = read_model::list::<TerminalSession>(&app, &filter, &page).await?;

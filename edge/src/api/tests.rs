@@ -24,6 +24,7 @@ mod inputs;
 mod keyed_writes;
 mod keys;
 mod labels;
+mod list_orders;
 mod nodes;
 mod notification_endpoints;
 mod overview;

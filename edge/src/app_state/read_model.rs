@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use crate::app_state::AppState;
 use crate::http::error::ApiError;
-use crate::http::pagination::{Items, Page, Position};
+use crate::http::pagination::{Items, Order, Page, Position};
 
 /// The pause between two polls of an entity that another member owns: the first and the longest.
 const FIRST_POLL_PAUSE: Duration = Duration::from_millis(2);
@@ -66,7 +66,7 @@ pub(crate) async fn current<M: Machine>(app: &AppState, id: Uuid) -> Result<Opti
     Ok(found.map(|StoredEntity { it, version, .. }| CurrentEntity { it: Arc::new(it), version }))
 }
 
-/// The rows of one page, oldest first, with their positions. An entity that cannot be decoded, or whose seal does not hold, is left out and
+/// The rows of one page, in its order, with their positions. An entity that cannot be decoded, or whose seal does not hold, is left out and
 /// logged: its owner parks it, and the others stay visible. Where the filter names an owner, the entities of others are left out.
 pub(crate) async fn list<M: Machine>(
     app: &AppState,
@@ -75,7 +75,8 @@ pub(crate) async fn list<M: Machine>(
 ) -> Result<Vec<(Position, Option<StoredEntity<M>>)>, ApiError> {
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
-    let found = app.reads.list(M::KIND, filter, after, rows).await?;
+    let filter = ListFilter { is_newest_first: page.order == Order::NewestFirst, ..filter.clone() };
+    let found = app.reads.list(M::KIND, &filter, after, rows).await?;
     let position = |listed: &ListedEntity| Position { created_at: listed.created_at, id: listed.entity.id };
     // The column by which it was found is not sealed.
     let is_of_owner = |stored: &StoredEntity<M>| filter.owner.is_none() || stored.it.keys().owner == filter.owner;

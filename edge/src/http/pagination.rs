@@ -10,7 +10,7 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Datelike as _, Utc};
-use serde::{Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use subtle::ConstantTimeEq;
@@ -47,11 +47,25 @@ pub struct PageQuery {
     page_token: Option<String>,
 }
 
-/// The direction of a list over (created_at, id).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The order of a list: by the creation of its entries, then by their ids.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[schema(as = ListOrder)]
+#[serde(rename_all = "snake_case")]
 pub enum Order {
     NewestFirst,
+    #[default]
     OldestFirst,
+}
+
+/// The order of a list that has no filter beside it.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct OrderQuery {
+    /// The order of the list; the oldest first where it is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[param(inline)]
+    pub order: Option<Order>,
 }
 
 impl Order {
@@ -84,6 +98,8 @@ pub struct Listing<F> {
 pub struct Page {
     /// The page begins after this position; `None` at the beginning of the list.
     pub after: Option<Position>,
+    /// The order in which its rows are read.
+    pub order: Order,
     limit: u32,
     binding: [u8; 32],
 }
@@ -143,22 +159,22 @@ impl<F: Serialize> Listing<F> {
     /// # Errors
     /// `invalid_request` where the token is not one of this list, filter and order.
     pub fn page(&self, name: &str, owner: &str, order: Order) -> Result<Page, ApiError> {
-        self.page_in_orders(name, owner, &[order]).map(|(page, _)| page)
+        self.page_in_orders(name, owner, &[order])
     }
 
-    /// The requested page of a list whose order differs between releases, and its order: the first one given, unless the token is of another. While
+    /// The requested page of a list whose order differs between releases: in the first order given, unless the token is of another. While
     /// replicas are upgraded, a list goes on in the order in which it began.
     ///
     /// # Errors
     /// `invalid_request` where the token is not one of this list and filter, in any of the orders.
-    pub fn page_in_orders(&self, name: &str, owner: &str, orders: &[Order]) -> Result<(Page, Order), ApiError> {
+    pub fn page_in_orders(&self, name: &str, owner: &str, orders: &[Order]) -> Result<Page, ApiError> {
         let filter = serde_json::to_vec(&self.filter).map_err(ApiError::internal)?;
         let binding = |order: Order| digest([name.as_bytes(), owner.as_bytes(), order.name().as_bytes(), &filter]);
-        let mut pages = orders.iter().filter_map(|order| {
-            let binding = binding(*order);
+        let mut pages = orders.iter().filter_map(|&order| {
+            let binding = binding(order);
             let after = self.page_token.as_deref().map(|token| open(token, &binding));
             let is_of_order = after.is_none_or(|after| after.is_some());
-            is_of_order.then(|| (Page { after: after.flatten(), limit: self.limit, binding }, *order))
+            is_of_order.then(|| Page { after: after.flatten(), order, limit: self.limit, binding })
         });
         pages.next().ok_or_else(|| {
             refuse("page_token", "is not the next_page of this list with this filter; begin again without it")
@@ -380,13 +396,13 @@ mod tests {
             let page = listing("limit=1&state=active").unwrap().page("nodes", "ann", order).unwrap();
             let token = page.answer(rows(2), |row| *row, |row| row).next_page.unwrap();
             let next = listing(&format!("limit=1&state=active&page_token={token}")).unwrap();
-            let (next, found) = next.page_in_orders("nodes", "ann", &orders).unwrap();
-            assert_eq!((next.after, found), (Some(rows(1)[0]), order));
+            let next = next.page_in_orders("nodes", "ann", &orders).unwrap();
+            assert_eq!((next.after, next.order), (Some(rows(1)[0]), order));
             let other = listing(&format!("limit=1&page_token={token}")).unwrap();
             assert!(other.page_in_orders("nodes", "ann", &orders).is_err(), "of another filter");
         }
-        let (first, order) = listing("").unwrap().page_in_orders("nodes", "ann", &orders).unwrap();
-        assert_eq!((first.after, order), (None, Order::NewestFirst));
+        let first = listing("").unwrap().page_in_orders("nodes", "ann", &orders).unwrap();
+        assert_eq!((first.after, first.order), (None, Order::NewestFirst));
     }
 
     proptest! {

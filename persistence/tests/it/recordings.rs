@@ -92,12 +92,17 @@ async fn recordings_are_listed_by_owner_and_allocation_and_their_bytes_summed() 
         found.iter().map(|it| (it.session.0.as_u128(), it.created_at)).collect::<Vec<_>>()
     };
     let numbers = |found: &[(u128, _)]| found.iter().map(|(n, _)| *n).collect::<Vec<_>>();
-    let ann = RecordingFilter { owner: Some("ann".into()), allocation: None };
+    let ann = RecordingFilter { owner: Some("ann".into()), ..RecordingFilter::default() };
     let all = list(RecordingFilter::default(), None, 2).await;
     assert_eq!(numbers(&all), [1, 2]);
     let after = Cursor { created_at: all[1].1, id: Uuid::from_u128(2) };
     assert_eq!(numbers(&list(RecordingFilter::default(), Some(after), 2).await), [3]);
     assert_eq!(numbers(&list(ann.clone(), None, 9).await), [1, 3]);
+    let newest = RecordingFilter { is_newest_first: true, ..ann.clone() };
+    let first = list(newest.clone(), None, 1).await;
+    assert_eq!(numbers(&first), [3]);
+    let after = Cursor { created_at: first[0].1, id: Uuid::from_u128(3) };
+    assert_eq!(numbers(&list(newest, Some(after), 9).await), [1]);
     let allocation = Some(AllocationId(Uuid::from_u128(103)));
     assert_eq!(numbers(&list(RecordingFilter { allocation, ..ann }, None, 9).await), [3]);
     assert_eq!((recordings.bytes(Some("ann")).await.unwrap(), recordings.bytes(None).await.unwrap()), (258, 387));

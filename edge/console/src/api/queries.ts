@@ -1,11 +1,25 @@
 // The reads that more than one page has.
 import { keepPreviousData, queryOptions } from "@tanstack/react-query";
 import { api, dataOf, type Schemas } from "./client.ts";
+import { ApiFailure } from "./failure.ts";
 import { freshFor, POLL_MS, POLL_SOON_MS, pollEvery } from "./query-client.ts";
 import { rememberRented } from "../live/messages.ts";
 import { queryOf, type Address } from "../ui/use-address.ts";
 
 export type Allocation = Schemas["Allocation"];
+
+/** The parameter of a list that begins with the newest; without it, lists begin with the oldest. */
+type NewestFirst = { order?: "newest_first" };
+
+/** A list that grows with time, the newest first. A replica of an earlier release refuses the order: while the service is upgraded, the list begins with the oldest there. */
+export async function newestFirst<T>(read: (order: NewestFirst) => Promise<T>): Promise<T> {
+  try {
+    return await read({ order: "newest_first" });
+  } catch (error) {
+    if (error instanceof ApiFailure && error.status === 400 && error.details["field"] === "order") return read({});
+    throw error;
+  }
+}
 
 /** How often the balance is read again that what runs is paid from. */
 export const BALANCE_MS = 60_000;
@@ -69,7 +83,7 @@ export const allocationsQuery = (address: Address) =>
     queryFn: () => {
       const { label, ...query } = queryOf(address, ["state", "sku", "name", "label", "user_id"]);
       const filter = { ...query, ...(label ? { label: [label] } : {}) } as { state?: Allocation["state"] };
-      return dataOf(api.GET("/api/v1/allocations", { params: { query: filter } }));
+      return newestFirst((order) => dataOf(api.GET("/api/v1/allocations", { params: { query: { ...filter, ...order } } })));
     },
     placeholderData: keepPreviousData,
     refetchInterval: (query) => pollEvery(query.state.data?.items.some(isChanging) ? POLL_SOON_MS : POLL_MS)(),
@@ -78,9 +92,9 @@ export const allocationsQuery = (address: Address) =>
 /** The states of what is rented. */
 const RENTED: readonly Allocation["state"][] = ["requested", "provisioning", "active", "releasing", "release_failed"];
 
-/** What a user rents at the moment, the newest first. The list of the API begins with the oldest, and takes one state at a time. */
+/** What a user rents at the moment, the newest first. The list of the API takes one state at a time. */
 export async function readRented(user_id: string): Promise<{ items: Allocation[]; isPartial: boolean }> {
-  const pages = await Promise.all(RENTED.map((state) => dataOf(api.GET("/api/v1/allocations", { params: { query: { state, user_id } } }))));
+  const pages = await Promise.all(RENTED.map((state) => newestFirst((order) => dataOf(api.GET("/api/v1/allocations", { params: { query: { state, user_id, ...order } } })))));
   const items = pages.flatMap((page) => page.items).sort((a, b) => b.requested_at.localeCompare(a.requested_at));
   return { items, isPartial: pages.some(({ next_page }) => next_page) };
 }
@@ -113,12 +127,6 @@ const MOST_NODES = 2000;
 /** The nodes of all pages, at most 2,000. */
 export async function allNodes(filter: { sku?: string; state?: Schemas["NodeState"] }): Promise<{ items: Schemas["Node"][]; isPartial: boolean }> {
   return everyPage(MOST_NODES, (page_token) => dataOf(api.GET("/api/v1/admin/nodes", { params: { query: { ...filter, limit: 200, ...(page_token ? { page_token } : {}) } } })));
-}
-
-/** The items of all pages up to a bound, the newest first; the list of the API begins with the oldest. */
-export async function newestFirst<T>(most: number, read: (token: string | undefined) => Promise<{ items: T[]; next_page?: string | null }>): Promise<{ items: T[]; isPartial: boolean }> {
-  const { items, isPartial } = await everyPage(most, read);
-  return { items: items.reverse(), isPartial };
 }
 
 /** The items of all pages up to a bound. */

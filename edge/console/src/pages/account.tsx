@@ -4,13 +4,13 @@ import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { newestFirst } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { commandAmount, minorDigits, money, moneyMicro, parseMoney } from "../format/money.ts";
-import { count, gpuctl, readable, shortId } from "../format/text.ts";
+import { gpuctl, readable, shortId } from "../format/text.ts";
 import { Action, Guard, REASON, RoleNeeded, type ActionSpec } from "../ui/action.tsx";
 import { GuardedLink } from "../ui/guarded-link.tsx";
 import { Card, Head } from "../ui/layout.tsx";
 import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
-import { GrowingTable, PagedTable, Table } from "../ui/table.tsx";
+import { PagedTable, Table } from "../ui/table.tsx";
 import { Id, Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
 import { useAddress, usePart } from "../ui/use-address.ts";
@@ -144,45 +144,40 @@ function Postings({ id }: { id: string }) {
   );
 }
 
-const MOST_PAYMENTS = 1000;
+/** As many payments as a page of them has. */
+const PAYMENTS_OF_PAGE = 20;
 
 function Payments({ id }: { id: string }) {
+  const [address, set] = useAddress();
+  const page = address["payments_page"];
   const payments = useQuery({
-    queryKey: ["account-payments", id],
-    queryFn: () =>
-      newestFirst(MOST_PAYMENTS, (page_token) =>
-        dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/payments", { params: { path: { id }, query: { limit: 200, ...(page_token ? { page_token } : {}) } } })),
-      ),
+    queryKey: ["account-payments", id, page],
+    queryFn: () => {
+      const query = { limit: PAYMENTS_OF_PAGE, ...(page ? { page_token: page } : {}) };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/payments", { params: { path: { id }, query: { ...query, ...order } } })));
+    },
+    placeholderData: keepPreviousData,
     refetchInterval: pollEvery(30_000),
   });
   return (
     <Card title="Payments" actions={<Age query={payments} />}>
-      <Loaded query={payments}>
-        {({ items, isPartial }) => (
-          <>
-            {items.some(({ state }) => state === "under_review") && <RoleNeeded needs="settle_processor_events" to="settle or dismiss a payment under review" />}
-            <GrowingTable
-              label="Payments"
-              rows={items}
-              keyOf={(payment) => payment.id}
-              none={<p>Nothing was paid in yet.</p>}
-              columns={[
-                { title: "Amount", number: true, cell: (payment) => money(payment.amount_minor, payment.currency) },
-                { title: "State", cell: (payment) => <State of={payment.state} /> },
-                { title: "Payer", cell: (payment) => <Plain>{payment.payer}</Plain> },
-                { title: "Begun", cell: (payment) => <When at={payment.created_at} /> },
-                { title: "Note", cell: (payment) => <Plain>{payment.reason}</Plain> },
-                { title: "Actions", cell: (payment) => <Review of={payment} /> },
-              ]}
-            />
-            {isPartial && (
-              <p className="soft">
-                Only the oldest {count(MOST_PAYMENTS)} payments are shown; the newer ones: {gpuctl("billing", "payments", ["--account", id])}
-              </p>
-            )}
-          </>
-        )}
-      </Loaded>
+      {payments.data?.items.some(({ state }) => state === "under_review") && <RoleNeeded needs="settle_processor_events" to="settle or dismiss a payment under review" />}
+      <PagedTable
+        label="Payments"
+        query={payments}
+        page={page}
+        open={(payments_page) => set({ payments_page }, { inPlace: true })}
+        keyOf={(payment) => payment.id}
+        none={page ? <p>Nothing is left on this page. Go to the first one.</p> : <p>Nothing was paid in yet.</p>}
+        columns={[
+          { title: "Amount", number: true, cell: (payment) => money(payment.amount_minor, payment.currency) },
+          { title: "State", cell: (payment) => <State of={payment.state} /> },
+          { title: "Payer", cell: (payment) => <Plain>{payment.payer}</Plain> },
+          { title: "Begun", cell: (payment) => <When at={payment.created_at} /> },
+          { title: "Note", cell: (payment) => <Plain>{payment.reason}</Plain> },
+          { title: "Actions", cell: (payment) => <Review of={payment} /> },
+        ]}
+      />
     </Card>
   );
 }

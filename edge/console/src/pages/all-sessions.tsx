@@ -1,6 +1,7 @@
 // Where all users are logged in by a browser, for administrators.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { newestFirst } from "../api/queries.ts";
 import { pollEvery } from "../api/query-client.ts";
 import { gpuctl, readable } from "../format/text.ts";
 import { Action, Guard, REASON, type ActionSpec } from "../ui/action.tsx";
@@ -20,7 +21,10 @@ export default function AllSessionsPage() {
   const [address, set] = useAddress();
   const sessions = useQuery({
     queryKey: ["all-sessions", address],
-    queryFn: () => dataOf(api.GET("/api/v1/admin/browser-sessions", { params: { query: queryOf(address, ["state", "user_id"]) as { state?: Session["state"] } } })),
+    queryFn: () => {
+      const query = queryOf(address, ["state", "user_id"]) as { state?: Session["state"] };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/admin/browser-sessions", { params: { query: { ...query, ...order } } })));
+    },
     placeholderData: keepPreviousData,
     refetchInterval: pollEvery(30_000),
   });

@@ -1,6 +1,6 @@
 // One allocation: its state and why, how to reach it, what it uses and costs, and what became of it.
 import { Suspense } from "react";
-import { useQuery } from "@tanstack/react-query";
+import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { allocationQuery, newestFirst, usableSshKeysQuery, type Allocation } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
@@ -15,8 +15,8 @@ import { Age, Loaded } from "../ui/loaded.tsx";
 import { State } from "../ui/state.tsx";
 import { Copyable, DevicePaths, Id, Labels, Plain } from "../ui/text.tsx";
 import { FullTime, When } from "../ui/time.tsx";
-import { GrowingTable, Table } from "../ui/table.tsx";
-import { usePart } from "../ui/use-address.ts";
+import { PagedTable, Table } from "../ui/table.tsx";
+import { useAddress, usePart } from "../ui/use-address.ts";
 import type { Values } from "../ui/use-draft.ts";
 import { CleanUpProof } from "./allocation-clean-up.tsx";
 import { forceRelease, retryRelease } from "./allocation-rescue.tsx";
@@ -426,43 +426,38 @@ function Summary({ of: allocation }: { of: Allocation }) {
   );
 }
 
-const MOST_RECORDINGS = 1000;
+/** As many recordings as a page of them has. */
+const RECORDINGS_OF_PAGE = 20;
 
 function Recordings({ id }: { id: string }) {
+  const [address, set] = useAddress();
+  const page = address["recordings_page"];
   const recordings = useQuery({
-    queryKey: ["recordings", id],
-    queryFn: () =>
-      newestFirst(MOST_RECORDINGS, (page_token) =>
-        dataOf(api.GET("/api/v1/allocations/{id}/recordings", { params: { path: { id }, query: { limit: 200, ...(page_token ? { page_token } : {}) } } })),
-      ),
+    queryKey: ["recordings", id, page],
+    queryFn: () => {
+      const query = { limit: RECORDINGS_OF_PAGE, ...(page ? { page_token: page } : {}) };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/allocations/{id}/recordings", { params: { path: { id }, query: { ...query, ...order } } })));
+    },
+    placeholderData: keepPreviousData,
     refetchInterval: pollEvery(60_000),
   });
   return (
     <Card title="Terminal recordings" actions={<Age query={recordings} />}>
-      <Loaded query={recordings}>
-        {({ items, isPartial }) => (
-          <>
-            <GrowingTable
-              label="Terminal recordings"
-              rows={items}
-              keyOf={(recording) => recording.id}
-              none={<p>No terminal was recorded.</p>}
-              columns={[
-                {
-                  title: "Recording",
-                  cell: (recording) => <RecordingLink of={recording} />,
-                },
-                { title: "Lasts", number: true, cell: (recording) => `${count(Math.round(recording.duration_ms / 1000))} s` },
-              ]}
-            />
-            {isPartial && (
-              <p className="soft">
-                Only the oldest {count(MOST_RECORDINGS)} recordings are shown; the newer ones: {gpuctl("recordings", "list", id)}
-              </p>
-            )}
-          </>
-        )}
-      </Loaded>
+      <PagedTable
+        label="Terminal recordings"
+        query={recordings}
+        page={page}
+        open={(recordings_page) => set({ recordings_page }, { inPlace: true })}
+        keyOf={(recording) => recording.id}
+        none={page ? <p>Nothing is left on this page. Go to the first one.</p> : <p>No terminal was recorded.</p>}
+        columns={[
+          {
+            title: "Recording",
+            cell: (recording) => <RecordingLink of={recording} />,
+          },
+          { title: "Lasts", number: true, cell: (recording) => `${count(Math.round(recording.duration_ms / 1000))} s` },
+        ]}
+      />
     </Card>
   );
 }

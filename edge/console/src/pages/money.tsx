@@ -5,7 +5,7 @@ import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { balanceQuery, newestFirst } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { changeText, commandAmount, money, parseMoney, plainAmount } from "../format/money.ts";
-import { count, gpuctl, readable } from "../format/text.ts";
+import { gpuctl, readable } from "../format/text.ts";
 import { useMe } from "../session/me.ts";
 import { Action, REASON } from "../ui/action.tsx";
 import { Filters } from "../ui/filters.tsx";
@@ -16,7 +16,7 @@ import { Nothing } from "../ui/nothing.tsx";
 import { State } from "../ui/state.tsx";
 import { Id, Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
-import { GrowingTable, PagedTable } from "../ui/table.tsx";
+import { PagedTable } from "../ui/table.tsx";
 import { queryOf, useAddress } from "../ui/use-address.ts";
 import { FirstSteps } from "./first-steps.tsx";
 import { Balance } from "./overview.tsx";
@@ -126,45 +126,46 @@ function Ledger() {
 }
 
 const REFUNDABLE = "deposited";
-const MOST_PAYMENTS = 1000;
+/** As many payments as a page of them has. */
+const PAYMENTS_OF_PAGE = 20;
 
 function Payments() {
+  const [address, set] = useAddress();
+  const page = address["payments_page"];
   const payments = useQuery({
-    queryKey: ["payments"],
-    queryFn: () =>
-      newestFirst(MOST_PAYMENTS, (page_token) => dataOf(api.GET("/api/v1/billing/payments", { params: { query: { limit: 200, ...(page_token ? { page_token } : {}) } } }))),
+    queryKey: ["payments", page],
+    queryFn: () => {
+      const query = { limit: PAYMENTS_OF_PAGE, ...(page ? { page_token: page } : {}) };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/billing/payments", { params: { query: { ...query, ...order } } })));
+    },
+    placeholderData: keepPreviousData,
     refetchInterval: pollEvery(POLL_MS),
   });
   return (
     <Card title="Payments" actions={<Age query={payments} />}>
-      <Loaded query={payments}>
-        {({ items, isPartial }) => (
-          <>
-            <GrowingTable
-              label="Payments"
-              rows={items}
-              keyOf={(payment) => payment.id}
-              none={<p>Nothing was paid in yet. Top up to begin.</p>}
-              columns={[
-                { title: "Amount", number: true, cell: (payment) => money(payment.amount_minor, payment.currency) },
-                { title: "State", cell: (payment) => <State of={payment.state} /> },
-                { title: "Begun", cell: (payment) => <When at={payment.created_at} /> },
-                { title: "Note", cell: (payment) => <Plain>{payment.reason}</Plain> },
-                {
-                  title: "Actions",
-                  cell: (payment) => (
-                    <>
-                      <Unpaid of={payment} />
-                      <Refund of={payment} />
-                    </>
-                  ),
-                },
-              ]}
-            />
-            {isPartial && <p className="soft">Only the oldest {count(MOST_PAYMENTS)} payments are shown; the newer ones: {gpuctl("billing", "payments")}</p>}
-          </>
-        )}
-      </Loaded>
+      <PagedTable
+        label="Payments"
+        query={payments}
+        page={page}
+        open={(payments_page) => set({ payments_page }, { inPlace: true })}
+        keyOf={(payment) => payment.id}
+        none={page ? <p>Nothing is left on this page. Go to the first one.</p> : <p>Nothing was paid in yet. Top up to begin.</p>}
+        columns={[
+          { title: "Amount", number: true, cell: (payment) => money(payment.amount_minor, payment.currency) },
+          { title: "State", cell: (payment) => <State of={payment.state} /> },
+          { title: "Begun", cell: (payment) => <When at={payment.created_at} /> },
+          { title: "Note", cell: (payment) => <Plain>{payment.reason}</Plain> },
+          {
+            title: "Actions",
+            cell: (payment) => (
+              <>
+                <Unpaid of={payment} />
+                <Refund of={payment} />
+              </>
+            ),
+          },
+        ]}
+      />
     </Card>
   );
 }

@@ -1,6 +1,7 @@
 // Events of the payment processor: those that could not be carried out are retried or dismissed here.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, type Schemas } from "../api/client.ts";
+import { newestFirst } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { count, readable } from "../format/text.ts";
 import { Action, Guard, RoleNeeded } from "../ui/action.tsx";
@@ -23,8 +24,10 @@ export default function ProcessorEventsPage() {
   const [address, set] = useAddress();
   const events = useQuery({
     queryKey: ["processor-events", address],
-    queryFn: () =>
-      dataOf(api.GET("/api/v1/admin/billing/processor-events", { params: { query: queryOf(address, ["state", "event_id"]) as { state?: ProcessorEvent["state"] } } })),
+    queryFn: () => {
+      const query = queryOf(address, ["state", "event_id"]) as { state?: ProcessorEvent["state"] };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/admin/billing/processor-events", { params: { query: { ...query, ...order } } })));
+    },
     placeholderData: keepPreviousData,
     refetchInterval: pollEvery(POLL_MS),
   });

@@ -2,6 +2,7 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { newestFirst } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { count, gpuctl, shortId } from "../format/text.ts";
 import { Action, Guard, REASON, type ActionSpec } from "../ui/action.tsx";
@@ -25,7 +26,10 @@ export default function RolloutsPage() {
   const navigate = useNavigate();
   const rollouts = useQuery({
     queryKey: ["rollouts", address],
-    queryFn: () => dataOf(api.GET("/api/v1/admin/rollouts", { params: { query: queryOf(address, ["state"]) as { state?: Schemas["RolloutState"] } } })),
+    queryFn: () => {
+      const query = queryOf(address, ["state"]) as { state?: Schemas["RolloutState"] };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/admin/rollouts", { params: { query: { ...query, ...order } } })));
+    },
     placeholderData: keepPreviousData,
     refetchInterval: pollEvery(POLL_MS),
   });

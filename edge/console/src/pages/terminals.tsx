@@ -2,6 +2,7 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { newestFirst } from "../api/queries.ts";
 import { POLL_MS, pollEvery } from "../api/query-client.ts";
 import { gpuctl, readable, shortId } from "../format/text.ts";
 import { useMay } from "../session/me.ts";
@@ -25,7 +26,10 @@ export default function TerminalsPage() {
   const [address, set] = useAddress();
   const sessions = useQuery({
     queryKey: ["terminals", address],
-    queryFn: () => dataOf(api.GET("/api/v1/admin/terminal-sessions", { params: { query: queryOf(address, ["state", "user_id"]) as { state?: Session["state"] } } })),
+    queryFn: () => {
+      const query = queryOf(address, ["state", "user_id"]) as { state?: Session["state"] };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/admin/terminal-sessions", { params: { query: { ...query, ...order } } })));
+    },
     placeholderData: keepPreviousData,
     refetchInterval: pollEvery(POLL_MS),
   });
@@ -49,7 +53,7 @@ export default function TerminalsPage() {
         none={<Nothing address={address}>No terminal was opened. Users open them on the pages of their allocations.</Nothing>}
         columns={terminalColumns}
       />
-      <AllRecordings user={address["user_id"]} page={address["recordings_page"]} open={(recordings_page) => set({ recordings_page })} />
+      <AllRecordings user={address["user_id"]} page={address["recordings_page"]} open={(recordings_page) => set({ recordings_page }, { inPlace: true })} />
     </Guard>
   );
 }
@@ -110,7 +114,11 @@ export function RecordingLink({ of: { id, created_at } }: { of: Pick<Schemas["Re
 function AllRecordings({ user, page, open }: { user: string | undefined; page: string | undefined; open: (page: string | undefined) => void }) {
   const recordings = useQuery({
     queryKey: ["recordings", "all", user, page],
-    queryFn: () => dataOf(api.GET("/api/v1/admin/recordings", { params: { query: { limit: 20, ...(user ? { user_id: user } : {}), ...(page ? { page_token: page } : {}) } } })),
+    queryFn: () => {
+      const query = { limit: 20, ...(user ? { user_id: user } : {}), ...(page ? { page_token: page } : {}) };
+      return newestFirst((order) => dataOf(api.GET("/api/v1/admin/recordings", { params: { query: { ...query, ...order } } })));
+    },
+    placeholderData: keepPreviousData,
     refetchInterval: pollEvery(60_000),
   });
   return (

@@ -297,6 +297,8 @@ async fn allocations_of_a_node_are_those_on_it_and_its_former_ones() {
     let id = |made: &Value| made["id"].as_str().unwrap().to_owned();
     let of_node = format!("{ALLOCATIONS}?node_id={node}");
     assert_eq!(ids(&api, &of_node, None).await, [id(&present), id(&former)], "newest first");
+    let oldest_first = format!("{of_node}&order=oldest_first");
+    assert_eq!(ids(&api, &oldest_first, None).await, [id(&former), id(&present)]);
     assert_eq!(ids(&api, &format!("{of_node}&user_id=bob"), None).await, [id(&present)]);
     assert_eq!(ids(&api, &of_node, Some("ann")).await, [id(&former)], "of no other user");
     assert_eq!(ids(&api, &of_node, Some("eve")).await, Vec::<String>::new());

@@ -251,6 +251,13 @@ async fn list_entities(reads: &Reads, rows: &SampleRows) {
         (EntityKind::Allocation, labelled("label/rare")),
         (EntityKind::Allocation, labelled("node/0")),
         (EntityKind::Allocation, ListFilter { is_newest_first: true, ..labelled("node/0") }),
+        (EntityKind::Allocation, ListFilter { is_newest_first: true, ..all() }),
+        (EntityKind::Allocation, ListFilter { is_newest_first: true, ..of(LARGE_OWNER) }),
+        (
+            EntityKind::Allocation,
+            ListFilter { is_newest_first: true, states: states(&["released"]), ..of(LARGE_OWNER) },
+        ),
+        (EntityKind::Payment, ListFilter { is_newest_first: true, ..of(LARGE_OWNER) }),
         (EntityKind::Allocation, ListFilter { terms: labelled("label/rare").terms, ..of(LARGE_OWNER) }),
         (EntityKind::Allocation, ListFilter { terms: states(&["label/env", "label/rare"]), ..all() }),
         (EntityKind::Node, all()),
@@ -500,11 +507,13 @@ async fn keep_recordings(pool: &PgPool, rows: &SampleRows) {
     let recordings = secrets.recordings();
     recordings.read(session, 0, PAGE).await.unwrap();
     recordings.get(session).await.unwrap().unwrap();
+    let all = RecordingFilter::default;
     let filters = [
-        RecordingFilter::default(),
-        RecordingFilter { owner: Some(LARGE_OWNER.to_owned()), allocation: None },
-        RecordingFilter { owner: None, allocation: Some(allocation) },
-        RecordingFilter { owner: Some(LARGE_OWNER.to_owned()), allocation: Some(allocation) },
+        all(),
+        RecordingFilter { owner: Some(LARGE_OWNER.to_owned()), ..all() },
+        RecordingFilter { allocation: Some(allocation), ..all() },
+        RecordingFilter { allocation: Some(allocation), is_newest_first: true, ..all() },
+        RecordingFilter { owner: Some(LARGE_OWNER.to_owned()), allocation: Some(allocation), ..all() },
     ];
     for filter in filters {
         for after in [None, Some(Cursor { created_at: Utc::now() - TimeDelta::days(9), id: rows.sessions[0] })] {
