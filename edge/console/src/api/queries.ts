@@ -2,7 +2,7 @@
 import { keepPreviousData, queryOptions } from "@tanstack/react-query";
 import { api, dataOf, type Schemas } from "./client.ts";
 import { ApiFailure } from "./failure.ts";
-import { freshFor, POLL_MS, POLL_SOON_MS, pollEvery } from "./query-client.ts";
+import { freshFor, POLL_MS, POLL_SOON_MS, pollEvery, pollUnreported } from "./query-client.ts";
 import { rememberRented } from "../live/messages.ts";
 import { queryOf, type Address } from "../ui/use-address.ts";
 
@@ -21,11 +21,11 @@ export async function newestFirst<T>(read: (order: NewestFirst) => Promise<T>): 
   }
 }
 
-/** How often the balance is read again that what runs is paid from. */
+/** How often the balance is read again that what runs is paid from, while somebody works in the tab. */
 export const BALANCE_MS = 60_000;
 
 /** What runs costs money all the time, which no event reports. Where nothing runs, payments alone change a balance, and are reported. */
-const pollBalance = (account: Schemas["BillingAccount"] | undefined) => Math.min(pollEvery(POLL_MS)(), account?.running === 0 ? Infinity : BALANCE_MS);
+const pollBalance = (account: Schemas["BillingAccount"] | undefined) => Math.min(pollEvery(POLL_MS)(), account?.running === 0 ? Infinity : pollUnreported(BALANCE_MS)());
 
 export const balanceQuery = queryOptions({
   queryKey: ["balance"],
@@ -39,14 +39,14 @@ export const catalogQuery = queryOptions({
   queryKey: ["catalog"],
   queryFn: () => dataOf(api.GET("/api/v1/skus", { params: { query: { limit: 200 } } })),
   // Prices are not reported to users.
-  refetchInterval: 60_000,
+  refetchInterval: pollUnreported(60_000),
 });
 
 export const capacityQuery = queryOptions({
   queryKey: ["capacity"],
   queryFn: () => dataOf(api.GET("/api/v1/capacity")),
   // What others rent is not reported to users.
-  refetchInterval: POLL_MS,
+  refetchInterval: pollUnreported(POLL_MS),
 });
 
 /** At most this many keys of a user are offered in a form. */

@@ -1,5 +1,6 @@
 // How often and for how long the console asks.
 import { MutationCache, QueryCache, QueryClient } from "@tanstack/react-query";
+import { isAttended } from "../live/attention.ts";
 import { eventStream } from "../live/browser.ts";
 import { ApiFailure } from "./failure.ts";
 
@@ -14,6 +15,11 @@ export const SAFETY_MS = 300_000;
 /** The interval of a query whose changes the stream reports: it is short only while there is no stream. */
 export function pollEvery(milliseconds: number): () => number {
   return () => (eventStream.current() === "live" ? SAFETY_MS : milliseconds);
+}
+
+/** The interval of a query whose changes no message reports: it is short only while somebody works in the tab, or there is no stream. */
+export function pollUnreported(milliseconds: number): () => number {
+  return () => (isAttended() ? milliseconds : pollEvery(milliseconds)());
 }
 
 /** How long what was read needs no other read because a page is opened. */

@@ -1,5 +1,6 @@
 // Follows the changes that the stream reports, and those of the balance: views are read again, announcements are remembered, and polling begins where it is down.
 import type { QueryClient } from "@tanstack/react-query";
+import { onReturn } from "./attention.ts";
 import { followBalance } from "./balance.ts";
 import { eventStream } from "./browser.ts";
 import { openMessages, remember, rememberConnection } from "./messages.ts";
@@ -17,13 +18,14 @@ export function followChanges(queries: QueryClient, user: string): void {
   followBalance(queries, (names) => refresher.changed(names));
   eventStream.on((event) => event.kind === "message" && remember(event.message));
   eventStream.subscribe(() => recomputeIntervals(queries));
+  onReturn(() => recomputeIntervals(queries));
   const connected = () => eventStream.current() === "live" && rememberConnection();
   eventStream.subscribe(connected);
   window.addEventListener("pagehide", connected);
   eventStream.start();
 }
 
-/** How often a query is read follows from the stream's status, which its observers look at when they get their options. */
+/** How often a query is read follows from the stream's status and from who uses the tab, which its observers look at when they get their options. */
 function recomputeIntervals(queries: QueryClient): void {
   for (const query of queries.getQueryCache().getAll()) {
     for (const observer of query.observers) observer.setOptions(observer.options);

@@ -25,7 +25,7 @@ const OF_KIND: Readonly<Record<string, readonly string[]>> = {
   notification_endpoint: ["endpoints", "all-endpoints", "dead-letters"],
 };
 /** Those that show entities of every kind. */
-const OF_ALL = ["tree", "entity", "fleet-overview"];
+const OF_ALL = ["tree", "entity", "fleet-overview", "audit", "cluster"];
 /** Queries of one entity: the second part of the key is its id, or the third. */
 const OF_ONE: Readonly<Record<string, number>> = { node: 1, tasks: 1, allocation: 1, rollout: 1, "rollout-nodes": 1, account: 1, "account-ledger": 1, "account-statements": 1, entity: 2 };
 
@@ -43,6 +43,8 @@ export function concerned({ type, data }: StreamMessage): readonly string[] {
 
 /** The least time between two reads of a query; more for one that takes long. */
 const GAP_MS = 500;
+/** The same of queries that most changes of entities do not concern. */
+const LONG_GAP_MS: Readonly<Record<string, number>> = { audit: 10_000, cluster: 30_000 };
 const TICK_MS = 100;
 
 interface Reading {
@@ -113,7 +115,7 @@ export class Refresher {
       const last = this.readings.get(hash);
       // A read that has begun before the change may not have seen it: another one follows its end.
       if (query.state.fetchStatus === "fetching") continue;
-      if (last && now < last.began + last.took + Math.max(GAP_MS, 2 * last.took)) continue;
+      if (last && now < last.began + last.took + Math.max(LONG_GAP_MS[String(query.queryKey[0])] ?? GAP_MS, 2 * last.took)) continue;
       this.due.delete(hash);
       this.read(query, now);
     }

@@ -1,6 +1,7 @@
 // The alerts of the service's monitoring: what fires, since when, and the runbook of each.
 import { useQuery } from "@tanstack/react-query";
 import { api, dataOf, type Schemas } from "../api/client.ts";
+import { pollUnreported } from "../api/query-client.ts";
 import { count } from "../format/text.ts";
 import { Guard } from "../ui/action.tsx";
 import { Head } from "../ui/layout.tsx";
@@ -18,7 +19,7 @@ const WATCHDOG = "none";
 
 export default function AlertsPage() {
   // Alerts come from outside of the service: no event of its stream reports them.
-  const alerts = useQuery({ queryKey: ["alerts"], queryFn: () => dataOf(api.GET("/api/v1/admin/alerts")), refetchInterval: 15_000 });
+  const alerts = useQuery({ queryKey: ["alerts"], queryFn: () => dataOf(api.GET("/api/v1/admin/alerts")), refetchInterval: pollUnreported(15_000) });
   return (
     <Guard needs="operate_runtime">
       <Head title="Alerts" age={<Age query={alerts} polled />} />

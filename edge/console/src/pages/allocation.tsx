@@ -3,7 +3,7 @@ import { Suspense } from "react";
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { allocationQuery, newestFirst, usableSshKeysQuery, type Allocation } from "../api/queries.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, pollEvery, pollUnreported } from "../api/query-client.ts";
 import { labelChanges, labelsText } from "../format/labels.ts";
 import { money } from "../format/money.ts";
 import { count, gpuctl, mebibytes, shortId, readable } from "../format/text.ts";
@@ -312,7 +312,7 @@ function Gpus({ of: { id, devices, state } }: { of: Allocation }) {
     queryFn: ({ client }) => readSamples(id, client.getQueryData<GpuSamples>(key)),
     enabled: state === "active",
     // Samples, which no event reports.
-    refetchInterval: POLL_MS,
+    refetchInterval: pollUnreported(POLL_MS),
   });
   const gpus = telemetry.data?.latest.gpus;
   return (

@@ -3,7 +3,7 @@ import { Suspense } from "react";
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import { api, dataOf, type Schemas } from "../api/client.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, pollUnreported } from "../api/query-client.ts";
 import { money } from "../format/money.ts";
 import { count, readable } from "../format/text.ts";
 import { duration } from "../format/time.ts";
@@ -17,7 +17,7 @@ import { When } from "../ui/time.tsx";
 import { Table } from "../ui/table.tsx";
 import { useAddress } from "../ui/use-address.ts";
 import { troubledMembers, troublesOf } from "./member-troubles.tsx";
-import { MEMBERS_MS, overdueQuery } from "./supervision-tree.tsx";
+import { overdueQuery, pollOfMembers } from "./supervision-tree.tsx";
 
 const FleetCharts = lazyPart(() => import("./fleet-charts.tsx"), () => <p className="soft">The charts cannot be shown before the page is loaded again.</p>);
 
@@ -25,7 +25,7 @@ export const overviewQuery = {
   queryKey: ["fleet-overview"],
   queryFn: () => dataOf(api.GET("/api/v1/admin/overview")),
   // A member that falls silent is no change of an entity.
-  refetchInterval: () => Math.min(pollEvery(POLL_MS)(), MEMBERS_MS),
+  refetchInterval: pollOfMembers,
 };
 
 export default function OperationsPage() {
@@ -160,7 +160,7 @@ function InUse({ of: { gpus_held, gpus_total, sku, region_code } }: { of: Gpus }
 
 function Load() {
   // Samples, which no event reports.
-  const fleet = useQuery({ queryKey: ["fleet-load"], queryFn: () => dataOf(api.GET("/api/v1/admin/telemetry/fleet")), refetchInterval: 15_000 });
+  const fleet = useQuery({ queryKey: ["fleet-load"], queryFn: () => dataOf(api.GET("/api/v1/admin/telemetry/fleet")), refetchInterval: pollUnreported(15_000) });
   return (
     <Card title="Load" actions={<Age query={fleet} polled />}>
       <Loaded query={fleet}>
@@ -207,7 +207,8 @@ function shareOf(used: number | null | undefined, total: number): string {
 
 function Members() {
   const [address, set] = useAddress();
-  const cluster = useQuery({ queryKey: ["cluster"], queryFn: () => dataOf(api.GET("/api/v1/admin/runtime/cluster")), refetchInterval: POLL_MS });
+  // A member's clock, silence and shards are no changes of entities.
+  const cluster = useQuery({ queryKey: ["cluster"], queryFn: () => dataOf(api.GET("/api/v1/admin/runtime/cluster")), refetchInterval: pollUnreported(POLL_MS) });
   return (
     <Card title="Members of the cluster" actions={<Age query={cluster} polled />}>
       <Loaded query={cluster}>

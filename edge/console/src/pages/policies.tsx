@@ -137,7 +137,7 @@ function Chosen({ of: entry }: { of: Entry }) {
     queryKey: ["policy-values", "in-force", entry.key],
     queryFn: () =>
       everyPage(MOST_VALUES, (page_token) => dataOf(api.GET("/api/v1/admin/policy-values", { params: { query: { key: entry.key, limit: 200, ...(page_token ? { page_token } : {}) } } }))),
-    refetchInterval: 30_000,
+    refetchInterval: pollEvery(30_000),
   });
   // Of more values than that, none is compared.
   const shown = written.data && !written.data.isPartial ? JSON.stringify(inForce(written.data.items, serviceNow())) : "";

@@ -2,6 +2,7 @@
 import { queryOptions } from "@tanstack/react-query";
 import { api, dataOf, sendOnce, type Schemas } from "../api/client.ts";
 import { BALANCE_MS } from "../api/queries.ts";
+import { pollUnreported } from "../api/query-client.ts";
 import { money } from "../format/money.ts";
 import { numberProblem } from "../ui/fields.tsx";
 
@@ -18,7 +19,7 @@ export const estimateQuery = (sku: string | undefined, gpus: string, max: number
     queryFn: () => dataOf(api.GET("/api/v1/billing/estimate", estimateOf(sku ?? "", gpus))),
     enabled: sku !== undefined && gpus !== "" && numberProblem(gpus, { min: 1, max: max ?? 64 }) === null,
     // The balance goes down all the time, which no event reports.
-    refetchInterval: BALANCE_MS,
+    refetchInterval: pollUnreported(BALANCE_MS),
   });
 
 /** So long is the price waited for before a rental is sent. */

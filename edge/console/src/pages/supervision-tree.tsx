@@ -3,7 +3,7 @@ import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import type { paths } from "../../generated/schema.d.ts";
 import { api, dataOf, type Schemas } from "../api/client.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, pollEvery, pollUnreported } from "../api/query-client.ts";
 import { count, shortId, readable } from "../format/text.ts";
 import { Guard } from "../ui/action.tsx";
 import { Filters } from "../ui/filters.tsx";
@@ -23,8 +23,12 @@ type Entity = Schemas["EntityNode"];
 /** As many entities as the API gives in one answer. */
 const LIMIT = 1000;
 const ROW_PX = 34;
-/** How often members are looked at. */
-export const MEMBERS_MS = 30_000;
+/** How often members are looked at while somebody works in the tab. */
+const MEMBERS_MS = 30_000;
+
+/** The interval of a query about entities and members. Messages report the entities alone: a member that falls silent or lags is no change of one, nor is a
+ * deadline that passes. */
+export const pollOfMembers = () => Math.min(pollEvery(POLL_MS)(), pollUnreported(MEMBERS_MS)());
 
 type Kind = NonNullable<NonNullable<paths["/api/v1/admin/runtime/tree"]["get"]["parameters"]["query"]>["kind"]>;
 
@@ -53,8 +57,8 @@ export const treeQuery = (address: Address) => ({
   refetchInterval: pollEvery(POLL_MS),
 });
 
-/** What is overdue, with all members. It is read again for their sake, too: a member that falls silent or lags is no change of an entity. */
-export const overdueQuery = { ...treeQuery({ overdue: "true" }), refetchInterval: () => Math.min(pollEvery(POLL_MS)(), MEMBERS_MS) };
+/** What is overdue, with all members. */
+export const overdueQuery = { ...treeQuery({ overdue: "true" }), refetchInterval: pollOfMembers };
 
 export default function TreePage() {
   const [address, set] = useAddress();
