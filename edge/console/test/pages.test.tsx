@@ -1,6 +1,6 @@
 // What is true of any page: its title, its keys, its age, and names of other people.
 import { describe, expect, it, vi } from "vitest";
-import { act, cleanup, fireEvent, screen, waitFor } from "@testing-library/react";
+import { act, cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
 import userEvent from "@testing-library/user-event";
 import { eventStream } from "../src/live/browser.ts";
 import { answers } from "./answers.ts";
@@ -53,6 +53,46 @@ describe("the keyboard", () => {
     await userEvent.type(await screen.findByRole("combobox", { name: /Name of a page/ }), "catal{Enter}");
     await screen.findByRole("heading", { level: 1, name: "Catalog" });
     await waitFor(() => expect(document.activeElement?.tagName).toBe("H1"));
+  });
+
+  it("opens nothing by single keys once they are switched off, which the browser remembers", async () => {
+    const { router } = openConsole("/");
+    await screen.findByRole("heading", { level: 1, name: "Overview" });
+    expect(screen.getByRole("link", { name: "Money" }).getAttribute("aria-keyshortcuts")).toBe("g m");
+    await userEvent.keyboard("?");
+    await userEvent.click(await screen.findByRole("checkbox", { name: "Shortcuts of single keys" }));
+    expect(within(screen.getByRole("dialog")).queryByText("Catalog")).toBeNull();
+    await userEvent.keyboard("{Escape}");
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    const pressed = async () => {
+      for (const key of ["g", "m", "?"]) fireEvent.keyDown(document.body, { key });
+      // Ctrl+K is no single key.
+      fireEvent.keyDown(document.body, { key: "k", ctrlKey: true });
+      await screen.findByRole("dialog", { name: "Open a page" });
+      expect(screen.queryByRole("dialog", { name: "Keyboard shortcuts" })).toBeNull();
+    };
+    await pressed();
+    expect(router.state.location.pathname).toBe("/");
+    expect(document.querySelector("nav [aria-keyshortcuts], nav kbd")).toBeNull();
+    cleanup();
+    openConsole("/");
+    await screen.findByRole("heading", { level: 1, name: "Overview" });
+    await pressed();
+    // They are switched on where they were switched off.
+    fireEvent.keyDown(document.body, { key: "Escape" });
+    await userEvent.click(await screen.findByRole("button", { name: "Keyboard shortcuts", hidden: true }));
+    await userEvent.click(await screen.findByRole("checkbox", { name: "Shortcuts of single keys" }));
+    expect(within(screen.getByRole("dialog")).getByText("Catalog")).toBeTruthy();
+  });
+
+  it("of a browser that fills a field in, which reports a key without a name, changes nothing", async () => {
+    openConsole("/");
+    await screen.findByRole("heading", { level: 1, name: "Overview" });
+    const failed = vi.fn();
+    window.addEventListener("error", failed);
+    document.body.dispatchEvent(new Event("keydown", { bubbles: true }));
+    window.removeEventListener("error", failed);
+    expect(failed).not.toHaveBeenCalled();
   });
 
   it("closes a dialog by Escape while nothing has the focus", async () => {

@@ -2,6 +2,7 @@
 import createClient from "openapi-fetch";
 import { forgetMessages } from "../live/messages.ts";
 import { Session } from "../session/session.ts";
+import { forgetTab } from "../ui/browser-storage.ts";
 import { ApiFailure, failureOf, noAnswer } from "./failure.ts";
 import { parseLossless } from "./lossless-json.ts";
 import { readClock } from "./service-clock.ts";
@@ -21,7 +22,7 @@ async function userId(): Promise<string | null> {
 
 export const session = new Session(userId, () => {
   // What the user before typed is not shown to this one.
-  sessionStorage.clear();
+  forgetTab();
   forgetMessages();
   window.location.reload();
 });

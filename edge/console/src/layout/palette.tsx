@@ -3,6 +3,7 @@ import { useState } from "react";
 import { DialogFrame } from "../ui/dialog.tsx";
 import type { Search } from "../router.tsx";
 import type { Place } from "./navigation.ts";
+import { useSingleKeys } from "./shortcuts.ts";
 
 interface PaletteProps {
   kind: "palette" | "shortcuts";
@@ -91,14 +92,30 @@ function Search({ places, open }: { places: readonly Place[]; open: PaletteProps
 }
 
 function Shortcuts({ places }: { places: readonly Place[] }) {
+  const [areOn, setOn] = useSingleKeys();
   return (
-    <dl className="shortcuts">
-      <div>
-        <dt>Open a page by its name</dt>
-        <dd>
-          <kbd>Ctrl</kbd> <kbd>K</kbd>
-        </dd>
-      </div>
+    <>
+      <label className="check">
+        <input type="checkbox" checked={areOn} onChange={(event) => setOn(event.target.checked)} />
+        Shortcuts of single keys
+      </label>
+      <p className="help">Switch them off where you speak to your computer, or press keys by accident. This browser remembers it.</p>
+      <dl className="shortcuts">
+        <div>
+          <dt>Open a page by its name</dt>
+          <dd>
+            <kbd>Ctrl</kbd> <kbd>K</kbd>
+          </dd>
+        </div>
+        {areOn && <SingleKeys places={places} />}
+      </dl>
+    </>
+  );
+}
+
+function SingleKeys({ places }: { places: readonly Place[] }) {
+  return (
+    <>
       <div>
         <dt>This list</dt>
         <dd>
@@ -113,6 +130,6 @@ function Shortcuts({ places }: { places: readonly Place[] }) {
           </dd>
         </div>
       ))}
-    </dl>
+    </>
   );
 }

@@ -9,7 +9,7 @@ import { Problem } from "../ui/problem.tsx";
 import { Banners } from "./banners.tsx";
 import type { Search } from "../router.tsx";
 import { placesFor } from "./navigation.ts";
-import { useShortcuts } from "./shortcuts.ts";
+import { useShortcuts, useSingleKeys } from "./shortcuts.ts";
 import { useTheme } from "./theme.ts";
 
 const Palette = lazyPart(() => import("./palette.tsx"), ClosedDialog);
@@ -24,6 +24,7 @@ export function Shell() {
     setDialog(null);
     void navigate({ to, search: search as never });
   };
+  const [singleKeys] = useSingleKeys();
   useShortcuts({ places, open, openList: () => setDialog("shortcuts"), openPalette: () => setDialog("palette") });
   const main = useFocusOnNavigation(() => setMenuOpen(false));
   return (
@@ -50,7 +51,7 @@ export function Shell() {
             <ul>
               {group.places.map((place) => (
                 <li key={place.to}>
-                  <Link to={place.to} activeOptions={{ exact: place.to === "/" }} aria-keyshortcuts={`g ${place.key}`}>
+                  <Link to={place.to} activeOptions={{ exact: place.to === "/" }} aria-keyshortcuts={singleKeys ? `g ${place.key}` : undefined}>
                     {place.title}
                   </Link>
                 </li>
@@ -59,7 +60,7 @@ export function Shell() {
           </section>
         ))}
         <button type="button" className="quiet shortcuts-button" onClick={() => setDialog("shortcuts")}>
-          Keyboard shortcuts <kbd>?</kbd>
+          Keyboard shortcuts {singleKeys && <kbd>?</kbd>}
         </button>
       </nav>
       <main id="main" ref={main} tabIndex={-1}>

@@ -1,12 +1,13 @@
 // Light, dark, or what the device says; remembered on this device.
 import { useState } from "react";
+import { readStored, store } from "../ui/browser-storage.ts";
 
 const STORED = "gpuaas-theme";
 export const THEMES = ["device", "light", "dark"] as const;
 export type Theme = (typeof THEMES)[number];
 
 function storedTheme(): Theme {
-  const found = localStorage.getItem(STORED);
+  const found = readStored("local", STORED);
   return THEMES.find((theme) => theme === found) ?? "device";
 }
 
@@ -18,7 +19,7 @@ export function useTheme(): [Theme, () => void] {
   const [theme, setTheme] = useState(storedTheme);
   const next = () => {
     const after = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length] ?? "device";
-    localStorage.setItem(STORED, after);
+    store("local", STORED, after);
     applyTheme(after);
     setTheme(after);
   };

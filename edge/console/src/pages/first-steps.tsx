@@ -8,6 +8,7 @@ import { isChanging, type Allocation } from "../api/queries.ts";
 import { money } from "../format/money.ts";
 import { readable } from "../format/text.ts";
 import { ROLE_FOR, useMay, useMe, type Permission } from "../session/me.ts";
+import { readStored, store } from "../ui/browser-storage.ts";
 import { Card } from "../ui/layout.tsx";
 import { Plain } from "../ui/text.tsx";
 import { When } from "../ui/time.tsx";
@@ -52,13 +53,13 @@ interface FirstStepsProps {
 export function FirstSteps({ account }: FirstStepsProps) {
   const me = useMe();
   const may = useMay();
-  const [left, setLeft] = useState(() => localStorage.getItem(STORED));
+  const [left, setLeft] = useState(() => readStored("local", STORED));
   const allocations = useQuery({ ...firstAllocationsQuery(me.user_id), ...(may("rent") ? {} : { enabled: false }) });
   const first = allocations.data ? firstAllocation(allocations.data) : "not-new";
   if (!account || first === "not-new" || (first !== null && first.id === left)) return null;
   const leave = () => {
     if (first === null) return;
-    localStorage.setItem(STORED, first.id);
+    store("local", STORED, first.id);
     setLeft(first.id);
   };
   const isActive = first?.state === "active";

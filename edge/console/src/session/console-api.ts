@@ -2,6 +2,7 @@
 import { api, dataOf, sendOnce, session, type Schemas } from "../api/client.ts";
 import { ApiFailure } from "../api/failure.ts";
 import { forgetMessages } from "../live/messages.ts";
+import { forgetTab } from "../ui/browser-storage.ts";
 
 /** A login in a browser, as its user sees it. */
 export type BrowserSessionView = Schemas["BrowserSession"];
@@ -23,7 +24,7 @@ export async function logOut(): Promise<string> {
     throw error;
   });
   // What this user typed and received is not shown to the next one, in no tab.
-  sessionStorage.clear();
+  forgetTab();
   forgetMessages();
   session.left();
   return to ?? "/console/";

@@ -1,5 +1,6 @@
 // What was typed into a form survives a reload of the tab, until it is sent or discarded.
 import { useCallback, useState } from "react";
+import { forgetTab, readStored, removeStored, store } from "./browser-storage.ts";
 
 const PREFIX = "gpuaas-draft:";
 const KEY_PREFIX = "gpuaas-key:";
@@ -9,15 +10,15 @@ export type Values = Readonly<Record<string, string>>;
 
 /** To be called once it is known who is logged in: what another user has typed in this tab is not shown to this one, nor sent as theirs. */
 export function openDrafts(user: string): void {
-  const owner = sessionStorage.getItem(OWNER);
+  const owner = readStored("session", OWNER);
   // A tab of an earlier release has stored none.
-  if (owner !== null && owner !== user) sessionStorage.clear();
-  sessionStorage.setItem(OWNER, user);
+  if (owner !== null && owner !== user) forgetTab();
+  store("session", OWNER, user);
 }
 
 function stored(name: string): Values {
   try {
-    const found: unknown = JSON.parse(sessionStorage.getItem(PREFIX + name) ?? "{}");
+    const found: unknown = JSON.parse(readStored("session", PREFIX + name) ?? "{}");
     if (typeof found !== "object" || found === null) return {};
     return Object.fromEntries(Object.entries(found).filter((entry): entry is [string, string] => typeof entry[1] === "string"));
   } catch {
@@ -32,13 +33,13 @@ export function useDraft(name: string, initial: Values) {
     (field: string, value: string) =>
       setValues((before) => {
         const after = { ...before, [field]: value };
-        sessionStorage.setItem(PREFIX + name, JSON.stringify(after));
+        store("session", PREFIX + name, JSON.stringify(after));
         return after;
       }),
     [name],
   );
   const discard = useCallback(() => {
-    sessionStorage.removeItem(PREFIX + name);
+    removeStored("session", PREFIX + name);
     forgetKey(name);
   }, [name]);
   return { values, set, discard };
@@ -46,15 +47,15 @@ export function useDraft(name: string, initial: Values) {
 
 /** The key of a request of this form whose outcome is unknown: the tab was reloaded before its answer. */
 export function unansweredKey(name: string): string | null {
-  return sessionStorage.getItem(KEY_PREFIX + name);
+  return readStored("session", KEY_PREFIX + name);
 }
 
 export function storeKey(name: string, key: string): void {
-  sessionStorage.setItem(KEY_PREFIX + name, key);
+  store("session", KEY_PREFIX + name, key);
 }
 
 export function forgetKey(name: string): void {
-  sessionStorage.removeItem(KEY_PREFIX + name);
+  removeStored("session", KEY_PREFIX + name);
 }
 
 /** The whole number that was typed; null where the field was left open. */
