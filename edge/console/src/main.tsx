@@ -9,7 +9,7 @@ import { watchForOtherRelease } from "./layout/other-release.ts";
 import { applyTheme } from "./layout/theme.ts";
 import { followChanges } from "./live/follow.ts";
 import { newRouter } from "./router.tsx";
-import { loadAgainWhenRestored } from "./session/session.ts";
+import { closeLoginWindow, loadAgainWhenRestored } from "./session/session.ts";
 import "./style/base.css";
 import "./style/layout.css";
 
@@ -24,7 +24,9 @@ if (element) {
   const router = newRouter(queries);
   session.subscribe(() => {
     const user = session.currentUser();
-    if (session.current() === "open" && user !== null) followChanges(queries, user);
+    if (session.current() !== "open" || user === null) return;
+    closeLoginWindow();
+    followChanges(queries, user);
   });
   createRoot(element).render(
     <StrictMode>

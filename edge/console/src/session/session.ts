@@ -92,9 +92,22 @@ export class Session {
   }
 }
 
-/** Where a login begins, and to which page of the console it returns. */
+/** The longest address that the service returns to. */
+const MOST_RETURN_TO = 1024;
+
+/** Where a login begins, and to which page of the console it returns: without its filters, where they are too long. */
 export function loginUrl(returnTo: string): string {
-  return `/console/login?${new URLSearchParams({ return_to: returnTo }).toString()}`;
+  // The service takes no backslash, which browsers read as a slash; in a query they leave it as it is.
+  const address = returnTo.replaceAll("\\", "%5C");
+  const to = address.length <= MOST_RETURN_TO ? address : address.replace(/[?#].*/, "");
+  return `/console/login?${new URLSearchParams({ return_to: to }).toString()}`;
+}
+
+const LOGIN_WINDOW = "gpuaas-login";
+
+/** Closes the small window of a login that has ended on another page than its last one: after a second attempt, which begins on the page of an error. */
+export function closeLoginWindow(): void {
+  if (window.name === LOGIN_WINDOW) window.close();
 }
 
 /** The page that the window of a login ends on. */
@@ -102,7 +115,7 @@ export const LOGGED_IN = "/console/logged-in";
 
 /** Logs in in a small window, so that the page and what was typed in it stay as they are. False where the browser opens none. */
 export function logInInWindow(): boolean {
-  const opened = window.open(loginUrl(LOGGED_IN), "gpuaas-login", "popup,width=520,height=680");
+  const opened = window.open(loginUrl(LOGGED_IN), LOGIN_WINDOW, "popup,width=520,height=680");
   opened?.focus();
   return opened !== null && !opened.closed;
 }
