@@ -9,23 +9,25 @@ const flush = () => vi.advanceTimersByTimeAsync(0);
 
 /** A browser with tabs: their channel, their lock, and the connections that they open. */
 class FakeBrowser {
-  readonly connections: { received: (data: unknown) => void; closed: (code: number) => void; sent: string[] }[] = [];
+  readonly connections: { received: (data: unknown) => void; closed: (code: number) => void; sent: string[]; isGivenUp: boolean }[] = [];
   private readonly tabs = new Set<(message: unknown) => void>();
   private readonly waiting: (() => Promise<void>)[] = [];
   sessionChecks = 0;
 
-  tab(): { stream: EventStream; events: StreamEvent[]; close: () => void } {
+  tab(): { stream: EventStream; events: StreamEvent[]; close: () => void; freeze: () => void } {
+    let isFrozen = false;
     let received: (message: unknown) => void = () => {};
     const host: StreamHost = {
       connect: (message, closed) => {
         const sent: string[] = [];
-        this.connections.push({ received: message, closed, sent });
-        return (text) => sent.push(text);
+        const connection = { received: message, closed, sent, isGivenUp: false };
+        this.connections.push(connection);
+        return { send: (text) => void sent.push(text), close: () => void (connection.isGivenUp = true) };
       },
       joinTabs: (listener) => {
         received = listener;
         this.tabs.add(listener);
-        return (message) => this.tabs.forEach((other) => other !== listener && other(structuredClone(message)));
+        return (message) => this.tabs.forEach((other) => !isFrozen && other !== listener && other(structuredClone(message)));
       },
       elect: (lead) => {
         this.waiting.push(lead);
@@ -45,7 +47,7 @@ class FakeBrowser {
       this.waiting.shift();
       void this.waiting[0]?.();
     };
-    return { stream, events, close };
+    return { stream, events, close, freeze: () => void (isFrozen = true) };
   }
 
   send(type: string, data: object = {}): void {
@@ -95,11 +97,14 @@ describe("the tabs of a browser", () => {
     expect(first.events).toEqual([]);
   });
   it("count as without a stream when their leader is silent", async () => {
-    browser.tab();
+    const first = browser.tab();
     const second = browser.tab();
     browser.send("notifications.ready");
-    await vi.advanceTimersByTimeAsync(SILENCE_MS - 1000);
-    browser.send("notifications.pong");
+    for (let pings = 0; pings < 6; pings += 1) {
+      await vi.advanceTimersByTimeAsync(30_000);
+      browser.send("notifications.pong");
+    }
+    first.freeze();
     await vi.advanceTimersByTimeAsync(SILENCE_MS - 1000);
     expect(second.stream.current()).toBe("live");
     await vi.advanceTimersByTimeAsync(2000);
@@ -163,6 +168,24 @@ describe("a connection that ends", () => {
     browser.connections.at(-1)?.closed(1006);
     await vi.advanceTimersByTimeAsync(14_000);
     expect(browser.connections).toHaveLength(11);
+  });
+  it("without an end, as that of a device which has changed its network, is given up after a ping without an answer", async () => {
+    const { stream } = browser.tab();
+    browser.send("notifications.ready");
+    await vi.advanceTimersByTimeAsync(30_000);
+    browser.send("notifications.pong");
+    await vi.advanceTimersByTimeAsync(30_000);
+    // Any message is an answer.
+    browser.send("billing.balance_low", { account_id: "a" });
+    await vi.advanceTimersByTimeAsync(30_000);
+    expect([stream.current(), browser.connections.length]).toEqual(["live", 1]);
+    await vi.advanceTimersByTimeAsync(29_999);
+    expect(stream.current()).toBe("live");
+    await vi.advanceTimersByTimeAsync(1);
+    expect([stream.current(), browser.connections[0]?.isGivenUp]).toEqual(["off", true]);
+    await vi.advanceTimersByTimeAsync(1000);
+    browser.send("notifications.ready");
+    expect([stream.current(), browser.connections.length]).toEqual(["live", 2]);
   });
   it("by a refusal asks whether the session has ended", async () => {
     browser.tab();

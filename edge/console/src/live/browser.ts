@@ -14,7 +14,14 @@ export const eventStream = new EventStream({
     const socket = new WebSocket(url, PROTOCOLS);
     socket.onmessage = ({ data }) => received(data);
     socket.onclose = ({ code }) => closed(code);
-    return (text) => socket.readyState === WebSocket.OPEN && socket.send(text);
+    return {
+      send: (text) => socket.readyState === WebSocket.OPEN && socket.send(text),
+      close: () => {
+        // What comes late is of a connection that was given up.
+        socket.onmessage = null;
+        socket.close();
+      },
+    };
   },
   joinTabs: (received) => {
     // Without it each tab has a connection of its own.

@@ -18,10 +18,15 @@ export type StreamEvent =
 /** What tabs send to each other. */
 type TabMessage = StreamEvent | { kind: "status"; status: StreamStatus } | { kind: "hello" };
 
+export interface Connection {
+  send: (text: string) => void;
+  close: () => void;
+}
+
 /** What the stream needs of the browser. */
 export interface StreamHost {
-  /** Opens a connection, and returns how a text is sent on it. */
-  connect: (received: (data: unknown) => void, closed: (code: number) => void) => (text: string) => void;
+  /** Opens a connection, and returns how a text is sent on it, and how it is given up. */
+  connect: (received: (data: unknown) => void, closed: (code: number) => void) => Connection;
   /** Joins the channel of all tabs, and returns how a message is sent to the others. */
   joinTabs: (received: (data: unknown) => void) => (message: unknown) => void;
   /** Runs `lead` in one tab of the browser at a time. */
@@ -35,6 +40,8 @@ const PING_MS = 30_000;
 /** A tab whose leader is silent for so long counts as without a stream. Timers of hidden tabs run once a minute. */
 export const SILENCE_MS = 150_000;
 const LONGEST_PAUSE_MS = 30_000;
+/** No frame ended the connection (RFC 6455, 7.4.1). */
+const LOST = 1006;
 const REFUSED = new Set([4401, 4403]);
 const TOO_MANY = 4429;
 /** The access token has ended, or this tab was too slow: ends of a connection that works. */
@@ -137,17 +144,28 @@ export class EventStream {
     return longest * (0.5 + Math.random() / 2);
   }
 
-  /** One connection until its end, with the code of its end. */
+  /** One connection until its end, with the code of its end. One that leaves a ping without an answer until the next is due has been lost: a browser
+   * that has changed its network notices that only after minutes. */
   private connection(): Promise<number> {
     return new Promise((ended) => {
-      const send = this.host.connect(
-        (data) => this.received(data),
-        (code) => {
-          clearInterval(pings);
-          ended(code);
-        },
-      );
-      const pings = setInterval(() => send(PING), PING_MS);
+      let isAnswered = true;
+      const end = (code: number) => {
+        clearInterval(pings);
+        ended(code);
+      };
+      const connection = this.host.connect((data) => {
+        isAnswered = true;
+        this.received(data);
+      }, end);
+      const pings = setInterval(() => {
+        if (!isAnswered) {
+          end(LOST);
+          connection.close();
+          return;
+        }
+        isAnswered = false;
+        connection.send(PING);
+      }, PING_MS);
     });
   }
 
