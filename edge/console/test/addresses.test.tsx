@@ -20,6 +20,41 @@ describe("filters", () => {
   });
 });
 
+describe("what is typed into a filter", () => {
+  it("stays where another filter is chosen, and is applied with the next press", async () => {
+    const { router } = openConsole("/allocations");
+    await screen.findByText("training-1");
+    await userEvent.type(screen.getByLabelText("Name"), "train");
+    await userEvent.selectOptions(screen.getByLabelText("State"), "active");
+    await waitFor(() => expect(router.state.location.search).toEqual({ state: "active" }));
+    expect(screen.getByLabelText<HTMLInputElement>("Name").value).toBe("train");
+    await userEvent.click(screen.getByRole("button", { name: "Apply" }));
+    await waitFor(() => expect(router.state.location.search).toEqual({ state: "active", name: "train" }));
+    await userEvent.click(screen.getByRole("button", { name: "Clear" }));
+    await waitFor(() => expect(screen.getByLabelText<HTMLInputElement>("Name").value).toBe(""));
+  });
+});
+
+describe("the rows of the filter before", () => {
+  it("stay while those that were asked for are on the way, and are not shown as these", async () => {
+    let arrive = () => {};
+    mock.overrides.push(async ({ url }) => {
+      const { pathname, searchParams } = new URL(url);
+      if (pathname === "/api/v1/allocations" && searchParams.get("state") === "released") await new Promise<void>((done) => (arrive = done));
+      return null;
+    });
+    openConsole("/allocations");
+    await screen.findByText("training-1");
+    expect(document.querySelector("main .loading")).toBeNull();
+    await userEvent.selectOptions(screen.getByLabelText("State"), "released");
+    expect(await screen.findByText("Loading…")).toBeTruthy();
+    expect(screen.getByText("training-1")).toBeTruthy();
+    arrive();
+    await screen.findByText("Nothing matches the filter. Clear it to see all.");
+    expect(document.querySelector("main .loading")).toBeNull();
+  });
+});
+
 describe("lists that grow with time", () => {
   it("of allocations do not hide what runs behind what was released", async () => {
     mock.role = "operator";

@@ -2,7 +2,7 @@
 import { describe, expect, it, vi } from "vitest";
 import { screen, waitFor, within } from "@testing-library/react";
 import userEvent from "@testing-library/user-event";
-import { openMessages, remember, rememberRented } from "../src/live/messages.ts";
+import { openMessages, remember, rememberRented, takeFromTab } from "../src/live/messages.ts";
 import { logOut } from "../src/session/console-api.ts";
 import { ago, allocation, uuid } from "./fixtures.ts";
 import { openConsole } from "./render.tsx";
@@ -48,6 +48,17 @@ describe("notifications", () => {
       await screen.findByText("Nothing has happened since this browser was connected for the first time.");
       unmount();
     }
+  });
+
+  it("that another tab has dismissed are dismissed in this one, and stay so", () => {
+    const announced = { id: "a1", type: "notification.announced", time: ago(1), data: { message: "maintenance" } };
+    openMessages(user);
+    remember(announced);
+    const storedBy = (dismissed: string[]) => localStorage.setItem("gpuaas-notifications", JSON.stringify({ user, messages: [announced], dismissed, connected_at: null, rented: [] }));
+    storedBy(["a1"]);
+    takeFromTab({ key: "gpuaas-notifications" });
+    remember(messageAbout(allocation(1).id, "active", 3));
+    expect((JSON.parse(localStorage.getItem("gpuaas-notifications") ?? "") as { dismissed: string[] }).dismissed).toEqual(["a1"]);
   });
 
   it("are stored with what is rented where that has changed, and not at every poll", () => {

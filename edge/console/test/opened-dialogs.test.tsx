@@ -43,6 +43,39 @@ describe("a form that is open", () => {
     expect(mock.sent.map(({ body }) => body)).toEqual([{ reason: "the node is back" }]);
   });
 
+  it("has what was typed again after Escape, and nothing after Cancel", async () => {
+    openConsole("/stuck");
+    await userEvent.type((await dialogOf("Retry the release…")).getByLabelText("Reason"), "the node is back");
+    await userEvent.keyboard("{Escape}");
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    const dialog = await dialogOf("Retry the release…");
+    expect(dialog.getByLabelText<HTMLInputElement>("Reason").value).toBe("the node is back");
+    await userEvent.click(dialog.getByRole("button", { name: "Cancel" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    expect((await dialogOf("Retry the release…")).getByLabelText<HTMLInputElement>("Reason").value).toBe("");
+  });
+
+  it("leaves the focus on the page's heading where its button is gone once it is sent", async () => {
+    let stuck = [entity];
+    answers("/api/v1/admin/runtime/tree", (query) => Response.json(tree(query.has("parked") ? [] : stuck)));
+    const { queries } = openConsole("/stuck");
+    const dialog = await dialogOf("Retry the release…");
+    await userEvent.type(dialog.getByLabelText("Reason"), "the node is back");
+    stuck = [];
+    await userEvent.click(dialog.getByRole("button", { name: "Retry the release" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    await screen.findByText("Nothing is stuck.");
+    await waitFor(() => expect(document.activeElement?.textContent).toBe("Stuck"));
+    // And where it goes a while after the dialog.
+    stuck = [entity];
+    await act(() => queries.refetchQueries({ queryKey: ["tree"] }));
+    const button = await screen.findByRole("button", { name: "Retry the release…" });
+    act(() => button.focus());
+    stuck = [];
+    await act(() => queries.refetchQueries({ queryKey: ["tree"] }));
+    await waitFor(() => expect(document.activeElement?.textContent).toBe("Stuck"));
+  });
+
   it("stays with what was typed where its row is gone, says so, and shows why it is refused", async () => {
     let stuck = [entity];
     answers("/api/v1/admin/runtime/tree", (query) => Response.json(tree(query.has("parked") ? [] : stuck)));

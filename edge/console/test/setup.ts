@@ -29,6 +29,7 @@ afterEach(() => {
 });
 
 window.scrollTo = () => {};
+Element.prototype.scrollIntoView = () => {};
 // A chart may be drawn after its test has ended. What is drawn is looked at in Chromium.
 const context = new Proxy({}, { get: () => () => ({ width: 0 }), set: () => true });
 HTMLCanvasElement.prototype.getContext = (() => context) as unknown as HTMLCanvasElement["getContext"];

@@ -1,5 +1,5 @@
 // The palette (Ctrl+K) and the list of shortcuts.
-import { useState } from "react";
+import { useEffect, useState } from "react";
 import { DialogFrame } from "../ui/dialog.tsx";
 import type { Search } from "../router.tsx";
 import type { Place } from "./navigation.ts";
@@ -51,6 +51,8 @@ function Search({ places, open }: { places: readonly Place[]; open: PaletteProps
   const [at, setAt] = useState(0);
   const matches = found(places, typed);
   const chosen = Math.min(at, Math.max(matches.length - 1, 0));
+  // The focus stays in the field, so that the browser does not scroll the list by itself.
+  useEffect(() => document.getElementById(`palette-${chosen}`)?.scrollIntoView({ block: "nearest" }), [chosen]);
   const pressed = (event: React.KeyboardEvent) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step !== undefined) {

@@ -5,6 +5,7 @@ import { nameOf, useMay, useMe } from "../session/me.ts";
 import { useLogOut } from "../session/use-log-out.ts";
 import { ClosedDialog, lazyPart } from "../ui/lazy-part.tsx";
 import { ActionDialogs } from "../ui/opened-action.tsx";
+import { focusPage } from "../ui/focus.ts";
 import { Problem } from "../ui/problem.tsx";
 import { Banners } from "./banners.tsx";
 import type { Search } from "../router.tsx";
@@ -86,7 +87,7 @@ function useFocusOnNavigation(navigated: () => void) {
   useEffect(() => {
     if (before.current !== undefined && before.current !== path) {
       navigated();
-      (main.current?.querySelector<HTMLElement>("h1") ?? main.current)?.focus();
+      focusPage();
     }
     before.current = path;
   }, [path]);

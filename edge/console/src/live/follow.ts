@@ -3,7 +3,7 @@ import type { QueryClient } from "@tanstack/react-query";
 import { onReturn } from "./attention.ts";
 import { followBalance } from "./balance.ts";
 import { eventStream } from "./browser.ts";
-import { openMessages, remember, rememberConnection } from "./messages.ts";
+import { openMessages, remember, rememberConnection, takeFromTab } from "./messages.ts";
 import { Refresher } from "./refresh.ts";
 
 let isStarted = false;
@@ -13,6 +13,7 @@ export function followChanges(queries: QueryClient, user: string): void {
   if (isStarted) return;
   isStarted = true;
   openMessages(user);
+  window.addEventListener("storage", takeFromTab);
   const refresher = new Refresher(queries);
   eventStream.on(refresher.onEvent);
   followBalance(queries, (names) => refresher.changed(names));

@@ -47,6 +47,17 @@ export function remember(message: StreamMessage): void {
   change({ ...stored, messages: [message, ...stored.messages].slice(0, MOST) });
 }
 
+/** What another tab has dismissed is dismissed in this one: the next message would be stored without it. */
+export function takeFromTab({ key }: { key: string | null }): void {
+  if (key !== KEY || stored.user === "") return;
+  const found = load();
+  if (found?.user !== stored.user) return;
+  const others = found.dismissed.filter((id) => !stored.dismissed.includes(id));
+  if (others.length === 0) return;
+  stored = { ...stored, dismissed: [...others, ...stored.dismissed].slice(0, MOST) };
+  listeners.forEach((listener) => listener());
+}
+
 export function dismiss(id: string): void {
   change({ ...stored, dismissed: [id, ...stored.dismissed].slice(0, MOST) });
 }

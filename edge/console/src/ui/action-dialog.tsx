@@ -41,13 +41,14 @@ export default function ActionDialog({ spec, isGone, close }: ActionDialogProps)
     sending.changed();
     seen();
   };
-  const leave = () => {
+  /** By its button. Escape, which is pressed by accident, too, leaves what was typed for the next time. */
+  const cancel = () => {
     if (sending.isSending) return;
     draft.discard();
     close();
   };
   return (
-    <DialogFrame title={spec.title} close={leave} isBusy={sending.isSending}>
+    <DialogFrame title={spec.title} close={close} isBusy={sending.isSending}>
       {/* What is outside a dialog cannot be reached while it is open. */}
       <Banners />
       {sending.isDone && spec.result ? (
@@ -109,7 +110,7 @@ export default function ActionDialog({ spec, isGone, close }: ActionDialogProps)
           )}
           <CommandLine line={spec.command(draft.values)} />
           <div className="buttons">
-            <button type="button" onClick={leave} disabled={sending.isSending}>
+            <button type="button" onClick={cancel} disabled={sending.isSending}>
               Cancel
             </button>
             <button type="submit" className={spec.danger ? "danger" : "primary"} disabled={sending.isSending || changed.length > 0}>

@@ -1,7 +1,8 @@
 // Actions: a button that opens a dialog. The dialog says the consequences first, takes what is needed, and sends one request.
-import { useContext, useLayoutEffect, type ReactNode } from "react";
+import { useContext, useLayoutEffect, useRef, type ReactNode } from "react";
 import type { ApiFailure } from "../api/failure.ts";
 import { useMay, ROLE_FOR, type Permission } from "../session/me.ts";
+import { focusPage } from "./focus.ts";
 import { OpenedAction } from "./opened-action.tsx";
 import { usePageTitle } from "./page-title.ts";
 import type { Values } from "./use-draft.ts";
@@ -67,9 +68,19 @@ export function Action<R>({ needs, spec, quiet = false }: { needs?: Permission; 
     if (isOffered) markShown(spec as ActionSpec<unknown>);
   });
   useLayoutEffect(() => (isOffered ? () => markGone(id) : undefined), [isOffered, id, markGone]);
+  const button = useRef<HTMLButtonElement>(null);
+  // What it offered is done, or can be done no more: it is taken away while it has the focus.
+  useLayoutEffect(() => {
+    if (!isOffered) return undefined;
+    const own = button.current;
+    return () => {
+      if (own !== null && document.activeElement === own) queueMicrotask(() => own.isConnected || focusPage());
+    };
+  }, [isOffered]);
   if (!isOffered) return null;
   return (
     <button
+      ref={button}
       type="button"
       className={quiet ? "quiet" : spec.danger ? "danger" : spec.primary ? "primary" : undefined}
       onClick={() => open(spec as ActionSpec<unknown>)}

@@ -1,5 +1,5 @@
 // Filters of a list. A choice is applied at once, a text by Enter or the button.
-import { useEffect, useState } from "react";
+import { useEffect, useRef, useState } from "react";
 import type { Address } from "./use-address.ts";
 
 export interface Filter {
@@ -15,7 +15,13 @@ export interface Filter {
 
 export function Filters({ of, address, set }: { of: readonly Filter[]; address: Address; set: (change: Address) => void }) {
   const [typed, setTyped] = useState<Address>(address);
-  useEffect(() => setTyped(address), [address]);
+  const before = useRef(address);
+  // What another part of the address does not concern stays as it was typed.
+  useEffect(() => {
+    const changed = of.filter(({ name }) => address[name] !== before.current[name]);
+    before.current = address;
+    if (changed.length > 0) setTyped((typed) => ({ ...typed, ...Object.fromEntries(changed.map(({ name }) => [name, address[name]])) }));
+  }, [address]);
   const any = of.some((filter) => address[filter.name]);
   return (
     <form

@@ -4,6 +4,7 @@ import type { UseQueryResult } from "@tanstack/react-query";
 import { deviceAheadMs } from "../api/service-clock.ts";
 import { relativeTime } from "../format/time.ts";
 import { useStreamStatus } from "../live/browser.ts";
+import { useMay } from "../session/me.ts";
 import { useNow } from "./now.ts";
 import { Problem } from "./problem.tsx";
 
@@ -11,11 +12,21 @@ interface Again {
   refetch: () => Promise<unknown>;
 }
 
+interface AgeProps {
+  query: Pick<UseQueryResult, "dataUpdatedAt" | "error" | "failureReason"> & Again;
+  /** No message reports its changes. */
+  polled?: boolean;
+  /** Messages report its changes to operators alone. */
+  ofOperators?: boolean;
+}
+
 /** How old the shown data is, and whether it could not be read again. */
-export function Age({ query, polled = false }: { query: Pick<UseQueryResult, "dataUpdatedAt" | "error" | "failureReason"> & Again; polled?: boolean }) {
+export function Age({ query, polled = false, ofOperators = false }: AgeProps) {
   const now = useNow();
+  const may = useMay();
   // What the stream does not report is as old as its last read.
-  const isLive = useStreamStatus() === "live" && !polled;
+  const isReported = !polled && (!ofOperators || may("operate_runtime"));
+  const isLive = useStreamStatus() === "live" && isReported;
   if (query.dataUpdatedAt === 0) return null;
   // By the device's clock, as `now` is by the service's.
   const readAt = query.dataUpdatedAt - deviceAheadMs();
@@ -24,7 +35,7 @@ export function Age({ query, polled = false }: { query: Pick<UseQueryResult, "da
   return (
     <span className="age" data-old={(seconds > 60 && !isLive) || undefined}>
       {failed ? "Not read since " : "As of "}
-      {seconds < 3 ? "now" : relativeTime(new Date(readAt).toISOString(), now)}
+      {seconds < 3 ? (failed ? "a moment ago" : "now") : relativeTime(new Date(readAt).toISOString(), now)}
       {isLive && !failed && " · live"}
       <button type="button" className="quiet" onClick={() => void query.refetch()} aria-label="Read again">
         ↻
@@ -34,20 +45,26 @@ export function Age({ query, polled = false }: { query: Pick<UseQueryResult, "da
 }
 
 /** A view of a query: its data, a sign that it is on the way, or why it is not there. */
-export function Loaded<T>({ query, children }: { query: Pick<UseQueryResult<T>, "data" | "error" | "failureReason"> & Again; children: (data: T) => ReactNode }) {
+export function Loaded<T>({ query, children }: { query: Pick<UseQueryResult<T>, "data" | "error" | "failureReason" | "isPlaceholderData"> & Again; children: (data: T) => ReactNode }) {
   if (query.data !== undefined) {
     return (
       <>
         {query.error && <Problem error={query.error} again={() => void query.refetch()} />}
+        {/* The rows of the page or the filter before stay until those that were asked for arrive. */}
+        {query.isPlaceholderData && <Reading failure={query.failureReason} />}
         {children(query.data)}
       </>
     );
   }
   if (query.error) return <Problem error={query.error} again={() => void query.refetch()} />;
+  return <Reading failure={query.failureReason} />;
+}
+
+/** It is on the way; after a failure it is tried again by itself. */
+function Reading({ failure }: { failure: Error | null }) {
   return (
     <>
-      {/* It is tried again by itself. */}
-      {query.failureReason && <Problem error={query.failureReason} />}
+      {failure && <Problem error={failure} />}
       <p className="loading" role="status">
         Loading…
       </p>

@@ -1,14 +1,18 @@
 // The dialog that is open. It is no part of the row that has its button: a list that is read again may lose the row, and with it what was typed, or a
 // secret that is shown once.
-import { createContext, Suspense, useEffect, useMemo, useState, type ReactNode } from "react";
+import { createContext, Suspense, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
 import { useRouterState } from "@tanstack/react-router";
 import { useMe } from "../session/me.ts";
 import type { ActionSpec } from "./action.tsx";
+import { keepFocus } from "./focus.ts";
 import { ClosedDialog, lazyPart } from "./lazy-part.tsx";
 
 const Dialog = lazyPart(() => import("./action-dialog.tsx"), ClosedDialog);
 
 type Spec = ActionSpec<unknown>;
+
+/** More than two frames. */
+const FOCUS_AFTER_MS = 60;
 
 interface Opened {
   spec: Spec;
@@ -34,6 +38,17 @@ export function ActionDialogs({ children }: { children: ReactNode }) {
   const path = useRouterState({ select: ({ location }) => location.pathname });
   // The browser's Back leaves the page, and the dialog with it.
   useEffect(() => setOpened(null), [path]);
+  // The page names the role that is needed, where it was taken from the caller.
+  const isOpen = opened !== null && !(opened.isGone && opened.permissions !== permissions);
+  // The dialog gives the focus back to its button, which may be gone, in the next frame.
+  const wasOpen = useRef(false);
+  useEffect(() => {
+    const isClosed = wasOpen.current && !isOpen;
+    wasOpen.current = isOpen;
+    if (!isClosed) return undefined;
+    const timer = setTimeout(keepFocus, FOCUS_AFTER_MS);
+    return () => clearTimeout(timer);
+  }, [isOpen]);
   const context = useMemo<OpenedActionContext>(
     () => ({
       open: (spec) => setOpened({ spec, isGone: false, permissions }),
@@ -42,12 +57,10 @@ export function ActionDialogs({ children }: { children: ReactNode }) {
     }),
     [permissions],
   );
-  // The page names the role that is needed, where it was taken from the caller.
-  const isRefused = opened?.isGone && opened.permissions !== permissions;
   return (
     <OpenedAction value={context}>
       {children}
-      {opened && !isRefused && (
+      {isOpen && (
         <Suspense fallback={null}>
           <Dialog key={opened.spec.id} spec={opened.spec} isGone={opened.isGone} close={() => setOpened(null)} />
         </Suspense>

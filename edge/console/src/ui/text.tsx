@@ -45,12 +45,16 @@ export function DevicePaths({ of }: { of: readonly string[] }) {
 
 /** A text that is copied as a whole: a command, a fingerprint. */
 export function Copyable({ text, label }: { text: string; label: string }) {
-  const [copied, setCopied] = useState<"no" | "yes" | "refused">("no");
-  const copy = () =>
-    navigator.clipboard.writeText(text).then(
-      () => setCopied("yes"),
-      () => setCopied("refused"),
+  // Of a text that has changed since, nothing is copied.
+  const [last, setLast] = useState<{ text: string; isCopied: boolean } | null>(null);
+  const copied = last?.text !== text ? "no" : last.isCopied ? "yes" : "refused";
+  const copy = async () => {
+    const isCopied = await navigator.clipboard.writeText(text).then(
+      () => true,
+      () => false,
     );
+    setLast({ text, isCopied });
+  };
   return (
     <span className="copyable">
       <code tabIndex={0} role="group" aria-label={label}>
@@ -59,7 +63,7 @@ export function Copyable({ text, label }: { text: string; label: string }) {
       <button type="button" className="quiet" onClick={() => void copy()} aria-label={`Copy ${label}`}>
         {copied === "yes" ? "Copied" : "Copy"}
       </button>
-      <span role="status" className="hidden">
+      <span role="status" className={copied === "refused" ? "soft" : "hidden"}>
         {copied === "yes" ? `${label} is copied.` : copied === "refused" ? "The browser refuses to copy. Select the text." : ""}
       </span>
     </span>
