@@ -1,6 +1,7 @@
 // Balances, and the page of money.
 import { describe, expect, it, vi } from "vitest";
-import { act, screen, waitFor } from "@testing-library/react";
+import { act, screen, waitFor, within } from "@testing-library/react";
+import userEvent from "@testing-library/user-event";
 import { eventStream } from "../src/live/browser.ts";
 import { answers } from "./answers.ts";
 import { posting } from "./fixtures.ts";
@@ -18,6 +19,20 @@ describe("balances", () => {
     mock.balance = { ...mock.balance, release_at: new Date(Date.now() + 600_000).toISOString(), is_low: true };
     openConsole("/");
     expect(await screen.findByText(/The balance is used up/)).toBeTruthy();
+  });
+});
+
+describe("a payment that begins", () => {
+  it("leaves its form open until the page of the payment is there, so that nobody begins another one", async () => {
+    mock.overrides.push(({ url, method }) => (method === "POST" && url.endsWith("/checkout-sessions") ? Response.json({ id: "p1", url: "https://gpu.example/billing/checkout/1", expires_at: null }, { status: 201 }) : null));
+    openConsole("/money");
+    await userEvent.click(await screen.findByRole("button", { name: "Top up…" }));
+    const dialog = within(await screen.findByRole("dialog"));
+    await userEvent.type(dialog.getByLabelText("Amount in EUR"), "20.00");
+    await userEvent.click(dialog.getByRole("button", { name: "Top up" }));
+    const link = await dialog.findByRole("link", { name: "open it here" });
+    expect(link.getAttribute("href")).toBe("https://gpu.example/billing/checkout/1");
+    expect(dialog.queryByRole("button", { name: "Top up" })).toBeNull();
   });
 });
 

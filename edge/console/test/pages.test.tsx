@@ -50,7 +50,12 @@ describe("the keyboard", () => {
     await userEvent.keyboard("{Escape}");
     await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
     await userEvent.keyboard("{Control>}k{/Control}");
-    await userEvent.type(await screen.findByRole("combobox", { name: /Name of a page/ }), "catal{Enter}");
+    const field = await screen.findByRole("combobox", { name: /Name of a page/ });
+    const shown = vi.spyOn(Element.prototype, "scrollIntoView");
+    await userEvent.type(field, "{ArrowDown}{ArrowDown}");
+    // The focus stays in the field, so that the browser does not scroll the list to what is chosen.
+    expect((shown.mock.contexts.at(-1) as HTMLElement).id).toBe(field.getAttribute("aria-activedescendant"));
+    await userEvent.type(field, "catal{Enter}");
     await screen.findByRole("heading", { level: 1, name: "Catalog" });
     await waitFor(() => expect(document.activeElement?.tagName).toBe("H1"));
   });
@@ -122,6 +127,28 @@ describe("the age of a view", () => {
     cleanup();
     openConsole("/ssh-keys");
     await waitFor(() => expect(document.querySelector("main .age")?.textContent).toMatch(/^As of .* · live/));
+  });
+});
+
+describe("the age of what messages report to operators alone", () => {
+  it.each([
+    ["/ssh-keys", "SSH keys"],
+    ["/service-accounts", "Service accounts"],
+    ["/notifications", "Notifications"],
+    ["/sessions", "Sessions"],
+  ])("of %s says live to an operator, and not to a user", async (address, title) => {
+    vi.spyOn(eventStream, "current").mockReturnValue("live");
+    const ageOf = async (role: "user" | "admin") => {
+      mock.role = role;
+      const { unmount } = openConsole(address);
+      await screen.findByRole("heading", { level: 1, name: title });
+      await waitFor(() => expect(document.querySelector(".page-head .age")?.textContent).toMatch(/^As of /));
+      const text = document.querySelector(".page-head .age")?.textContent;
+      unmount();
+      return text;
+    };
+    expect(await ageOf("user")).not.toContain("live");
+    expect(await ageOf("admin")).toContain("live");
   });
 });
 

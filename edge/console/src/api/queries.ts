@@ -67,7 +67,8 @@ export const sshKeysQuery = (page?: string) =>
     queryKey: ["ssh-keys", page],
     queryFn: () => dataOf(api.GET("/api/v1/ssh-keys", { params: { query: page ? { page_token: page } : {} } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(60_000),
+    // Another client of the user may add one: that is reported to operators alone.
+    refetchInterval: pollUnreported(60_000),
   });
 
 const CHANGING = new Set<Allocation["state"]>(["requested", "provisioning", "releasing"]);

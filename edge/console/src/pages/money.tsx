@@ -79,8 +79,18 @@ function TopUp({ currency }: { currency: string | null }) {
         },
         refreshes: ["payments"],
         done: ({ url }) => window.location.assign(url),
+        result: PaymentOpens,
       }}
     />
+  );
+}
+
+/** The form stays until the page is there: nobody pays a second time meanwhile. */
+function PaymentOpens({ url }: { url: string }) {
+  return (
+    <p>
+      The page of the payment opens. Where it does not, <a href={url}>open it here</a>.
+    </p>
   );
 }
 
@@ -189,6 +199,7 @@ function Unpaid({ of: { id, payer, state, amount_minor, currency } }: { of: Sche
           send: () => dataOf(api.POST("/api/v1/billing/payments/{id}/checkout-session", { params: { path } })),
           refreshes: ["payments"],
           done: ({ url }) => window.location.assign(url),
+          result: PaymentOpens,
         }}
       />
       <Action

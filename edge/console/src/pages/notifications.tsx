@@ -2,7 +2,7 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, pollEvery, pollUnreported } from "../api/query-client.ts";
 import type { StreamMessage } from "../live/event-stream.ts";
 import { connectionBefore, useMessages } from "../live/messages.ts";
 import { missedChanges, missedQuery } from "../live/missed.ts";
@@ -28,11 +28,11 @@ export default function NotificationsPage() {
     queryKey: ["endpoints", page],
     queryFn: () => dataOf(api.GET("/api/v1/notification-endpoints", { params: { query: page ? { page_token: page } : {} } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(POLL_MS),
+    refetchInterval: () => Math.min(pollEvery(POLL_MS)(), pollUnreported(60_000)()),
   });
   return (
     <Guard needs="keep_notification_endpoints">
-      <Head title="Notifications" age={<Age query={endpoints} />}>
+      <Head title="Notifications" age={<Age query={endpoints} ofOperators />}>
         <Action
           spec={{
             id: "create-endpoint",

@@ -1,7 +1,7 @@
 // Programs that act for the caller, and their keys.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
-import { pollEvery } from "../api/query-client.ts";
+import { pollUnreported } from "../api/query-client.ts";
 import { gpuctl, readable } from "../format/text.ts";
 import { useMe } from "../session/me.ts";
 import { Action, Guard } from "../ui/action.tsx";
@@ -20,11 +20,11 @@ export default function ServiceAccountsPage() {
     queryKey: ["service-accounts", page],
     queryFn: () => dataOf(api.GET("/api/v1/service-accounts", { params: { query: page ? { page_token: page } : {} } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(60_000),
+    refetchInterval: pollUnreported(60_000),
   });
   return (
     <Guard needs="keep_service_accounts">
-      <Head title="Service accounts" age={<Age query={accounts} />}>
+      <Head title="Service accounts" age={<Age query={accounts} ofOperators />}>
         <Action
           spec={{
             id: "create-service-account",

@@ -1,6 +1,6 @@
 // Where the caller is logged in.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
-import { pollEvery } from "../api/query-client.ts";
+import { pollUnreported } from "../api/query-client.ts";
 import { endSession, sessionsPage, type BrowserSessionView } from "../session/console-api.ts";
 import { gpuctl } from "../format/text.ts";
 import { Action } from "../ui/action.tsx";
@@ -19,11 +19,11 @@ export default function SessionsPage() {
     queryKey: ["sessions", page],
     queryFn: () => sessionsPage(page),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(60_000),
+    refetchInterval: pollUnreported(60_000),
   });
   return (
     <>
-      <Head title="Sessions" age={<Age query={sessions} />} />
+      <Head title="Sessions" age={<Age query={sessions} ofOperators />} />
       <p className="soft page-note">Where you are logged in. End what you do not know, then change your password at your identity provider.</p>
       <PagedTable
         label="Sessions"

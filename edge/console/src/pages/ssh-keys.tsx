@@ -19,7 +19,7 @@ export default function SshKeysPage() {
   const keys = useQuery(sshKeysQuery(address["page"]));
   return (
     <Guard needs="keep_keys">
-      <Head title="SSH keys" age={<Age query={keys} />}>
+      <Head title="SSH keys" age={<Age query={keys} ofOperators />}>
         <Action
           spec={{
             id: "add-ssh-key",
