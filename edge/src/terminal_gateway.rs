@@ -3,6 +3,7 @@
 //! The token is among the offered subprotocols, never in the URL. It is spent, which is audited, before the upgrade. An invalid token is
 //! refused with a close code after the upgrade, since a browser shows its page nothing else.
 
+mod attachment;
 mod browser;
 mod session_end;
 
@@ -30,8 +31,10 @@ use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
 use tokio::time::Instant;
+use tracing::Instrument as _;
 use wire::terminal::MESSAGE;
 
+use attachment::Attachment;
 use browser::{Browser, close};
 use session_end::SessionEnd;
 pub(crate) use session_end::until_session_ends;
@@ -99,7 +102,9 @@ async fn connect(
             "Offer a terminal token as the subprotocol `token.<token>`; POST /api/v1/allocations/{id}/terminal-tokens makes one.",
         ));
     };
-    let admitted = admit(&app, &scope, &token).await?;
+    // In a task of its own: a client that leaves meanwhile drops this future, and the session would stay attached.
+    let admission = tokio::spawn(admit(app.clone(), scope, token).in_current_span());
+    let admitted = admission.await.map_err(ApiError::internal)??;
     let upgrade = upgrade
         .protocols([PROTOCOL])
         .max_message_size(MAX_USER_MESSAGE)
@@ -109,10 +114,11 @@ async fn connect(
         .write_buffer_size(MESSAGE)
         .max_write_buffer_size(8 * MESSAGE);
     Ok(match admitted {
-        Ok((attachment, session)) => upgrade.on_upgrade(move |socket| {
-            let (from, since) = (offered.from, Instant::now());
-            async move { Browser { app, scope, session, attachment, from, since }.run(socket).await }
-        }),
+        // A failed upgrade drops the browser, and with it its attachment.
+        Ok((attachment, session)) => {
+            let browser = Browser { app, session, attachment, from: offered.from, since: Instant::now() };
+            upgrade.on_upgrade(move |socket| async move { browser.run(socket).await })
+        }
         Err(why) => upgrade.on_upgrade(move |mut socket| async move { close_now(&mut socket, why).await }),
     })
 }
@@ -138,12 +144,12 @@ fn offered(headers: &HeaderMap) -> Result<OfferedProtocols, ApiError> {
 
 /// Spends the token. A permanent refusal is a close code; a temporary one is an error.
 async fn admit(
-    app: &AppState,
-    scope: &Scope,
-    token: &SecretString,
-) -> Result<Result<(u32, TerminalSession), Close>, ApiError> {
-    let Some((id, hash)) = read_token(token) else { return Ok(Err(close::TOKEN)) };
-    let Some(session) = find::<TerminalSession>(app, id.0).await? else { return Ok(Err(close::TOKEN)) };
+    app: AppState,
+    scope: Scope,
+    token: SecretString,
+) -> Result<Result<(Attachment, TerminalSession), Close>, ApiError> {
+    let Some((id, hash)) = read_token(&token) else { return Ok(Err(close::TOKEN)) };
+    let Some(session) = find::<TerminalSession>(&app, id.0).await? else { return Ok(Err(close::TOKEN)) };
     scope.record_resource(format_args!("terminal_session/{id}"));
     // A session that was opened while the browser session ended is not in the list that its end closes.
     if let Some(browser_session) = session.it.login_of_token() {
@@ -153,15 +159,15 @@ async fn admit(
         }
     }
     // As it is now: the commit rests on it.
-    let allocation = find::<Allocation>(app, session.it.allocation_id.0).await?;
+    let allocation = find::<Allocation>(&app, session.it.allocation_id.0).await?;
     let active = allocation.filter(|found| matches!(found.it.phase, Phase::Active { .. }));
     let Some(allocation) = active else { return Ok(Err(close::REVOKED)) };
     let active = Precondition { entity: allocation.it.id.0, version: allocation.version };
     let attach = Instruction::Attach { token_sha256: TokenDigest(hash.to_bytes()), active, gateway: Some(app.member) };
-    match ask(app, scope, id, attach).await {
+    match ask(&app, &scope, id, attach).await {
         Ok(Reply::Attached { attachment, session }) => {
             app.terminals.metrics().consumed.inc();
-            Ok(Ok((attachment, *session)))
+            Ok(Ok((Attachment::new(app, scope, &session, attachment), *session)))
         }
         Ok(Reply::Issued { .. } | Reply::Session { .. } | Reply::Done) => {
             Err(ApiError::internal("the terminal session's machine answered another question"))
@@ -204,6 +210,6 @@ mod tests {
             size_of::<F>()
         }
         let size = size_of_run(Browser::run);
-        assert!(size < 4 * 1024, "{size} bytes");
+        assert!(size < 5 * 1024, "{size} bytes");
     }
 }

@@ -13,19 +13,17 @@ mod fuzz;
 mod input;
 mod output;
 
-use super::{SessionEnd, ask, until_session_ends};
+use super::attachment::Attachment;
+use super::{SessionEnd, until_session_ends};
 use crate::app_state::AppState;
-use crate::http::correlation::Scope;
 use crate::http::websocket::{CLOSE_TIMEOUT, Close, frame};
 use crate::terminal::Link;
-use actors::AskError;
 use axum::extract::ws::{Message, WebSocket};
 use byte_positions::Progress;
 use control_frames::{ToUser, exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
-use domain::retry;
-use domain::terminal_session::{CloseCode, CloseReason, Instruction, TerminalSession};
+use domain::terminal_session::{CloseCode, CloseReason, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{Sink, SinkExt as _, StreamExt as _};
 use std::pin::{Pin, pin};
@@ -43,16 +41,11 @@ const NOTICE_AFTER: Duration = Duration::from_secs(1);
 const DRAIN_PAUSE: Duration = Duration::from_secs(5);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The pause after a first attempt to report the connection's end that failed; it doubles with each further one.
-const DETACH_PAUSE: Duration = Duration::from_secs(1);
-const MAX_DETACH_PAUSE: Duration = Duration::from_secs(30);
-
 /// An admitted user's connection. It mostly waits: rare calls are boxed, so that they leave no room reserved.
 pub(super) struct Browser {
     pub(super) app: AppState,
-    pub(super) scope: Scope,
     pub(super) session: TerminalSession,
-    pub(super) attachment: u32,
+    pub(super) attachment: Attachment,
     pub(super) from: Option<u64>,
     pub(super) since: Instant,
 }
@@ -79,30 +72,6 @@ impl Browser {
         }
         drop((sink, stream));
         metrics.connections.dec();
-        Box::pin(self.detach()).await;
-    }
-
-    /// Reports the connection's end until that is stored, or the session is over. Where this process ends before it is, the worker
-    /// `terminal-gateways` detaches the session.
-    async fn detach(&self) {
-        let mut failures = 0;
-        loop {
-            let detach = Instruction::Detach { attachment: self.attachment };
-            match ask(&self.app, &self.scope, self.session.id, detach).await {
-                Ok(_) | Err(AskError::Rejected(_)) => return,
-                Err(error) => tracing::debug!(%error, "a terminal's connection could not be detached"),
-            }
-            if self.is_past_lifetime().is_some() {
-                return;
-            }
-            failures += 1;
-            // An outage of the database makes many connections wait together.
-            let jitter = DETACH_PAUSE.mul_f64(rand::random());
-            tokio::select! {
-                () = sleep(retry::pause(DETACH_PAUSE, failures, MAX_DETACH_PAUSE) + jitter) => {}
-                () = self.app.stopping.cancelled() => return,
-            }
-        }
     }
 
     async fn serve(
@@ -111,7 +80,7 @@ impl Browser {
         stream: &mut SplitStream<WebSocket>,
     ) -> Option<Close> {
         let progress = Progress::default();
-        let over = until_session_ends(&self.app, self.session.id, self.session.ends_at, Some(self.attachment));
+        let over = until_session_ends(&self.app, self.session.id, self.session.ends_at, Some(self.attachment.number));
         let stopping = self.app.stopping.cancelled();
         let ending = {
             let relaying = self.relay_links(&progress, sink, stream);
@@ -188,7 +157,7 @@ impl Browser {
             // delay it.
             let mut woken = pin!(wait.woken());
             let linked = tokio::select! {
-                linked = self.app.terminals.link(self.session.id, self.attachment, from) => linked,
+                linked = self.app.terminals.link(self.session.id, self.attachment.number, from) => linked,
                 () = &mut woken => continue,
             };
             if linked.is_some() {

@@ -4,13 +4,19 @@ use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome};
 use crate::app_state::read_model::find;
 use crate::terminal::mint;
 use crate::terminal_gateway;
+use axum::Router;
+use axum::body::Body;
+use axum::http::Request;
+use axum::middleware::{Next, from_fn};
+use axum::response::Response;
 use domain::allocation::{Allocation, Fact, Phase};
 use domain::authz::{CallerIdentity, TokenRole};
 use domain::browser_session::{self, BrowserSession, Opening, Place, SecretDigest};
 use domain::commit::Precondition;
-use domain::terminal_session::{Instruction, Request, TerminalSession, TokenDigest};
+use domain::terminal_session::{self, Instruction, TerminalSession, TokenDigest};
 use domain::{BrowserSessionId, Machine as _, Principal, TerminalSessionId};
 use futures::StreamExt as _;
+use futures::future::BoxFuture;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
@@ -75,20 +81,28 @@ async fn open_terminal_sessions_are_listed_for_the_allocations_user_alone() {
 
 /// The gateway of terminals, on a socket.
 async fn gateway(api: &ApiHarness) -> SocketAddr {
+    served(terminal_gateway::router(api.app.clone())).await
+}
+
+async fn served(router: Router) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let router = terminal_gateway::router(api.app.clone());
     tokio::spawn(async move { axum::serve(listener, router).await });
     address
 }
 
-/// A connection that shows the token.
-async fn socket(gateway: SocketAddr, token: &str) -> WebSocketStream<TcpStream> {
+/// An upgrade that shows the token.
+fn upgrade(gateway: SocketAddr, token: &str) -> Request<()> {
     let mut request = format!("ws://{gateway}{}", terminal_gateway::PATH).into_client_request().unwrap();
     let offered = format!("{}, token.{token}", crate::terminal::PROTOCOL);
     request.headers_mut().insert("sec-websocket-protocol", offered.parse().unwrap());
+    request
+}
+
+/// A connection that shows the token.
+async fn socket(gateway: SocketAddr, token: &str) -> WebSocketStream<TcpStream> {
     let stream = TcpStream::connect(gateway).await.unwrap();
-    client_async(request, stream).await.unwrap().0
+    client_async(upgrade(gateway, token), stream).await.unwrap().0
 }
 
 /// Connects with the token. The code with which the gateway closes the connection; `None` where it admits the connection.
@@ -148,14 +162,15 @@ async fn token_of_a_login_that_has_ended_admits_no_connection() {
     let session = Uuid::now_v7();
     let (token, hash) = mint(session);
     let allocation_id = rented.it.id;
-    let open = Request::Open { allocation_id, node_id, token_sha256: TokenDigest(hash.to_bytes()), active };
+    let open =
+        terminal_session::Request::Open { allocation_id, node_id, token_sha256: TokenDigest(hash.to_bytes()), active };
     api.ask::<TerminalSession>(&ann_by(first), session, open).await.unwrap();
     assert_eq!(connect(&api, gateway, session, token.expose_secret()).await, None, "the login is active");
 
     // What the event of the end does is not part of this: here it arrives too late.
     let issued = async |login: Uuid| {
         let (token, hash) = mint(session);
-        let issue = Request::IssueToken { token_sha256: TokenDigest(hash.to_bytes()), active };
+        let issue = terminal_session::Request::IssueToken { token_sha256: TokenDigest(hash.to_bytes()), active };
         api.ask::<TerminalSession>(&ann_by(login), session, issue).await.unwrap();
         token
     };
@@ -198,6 +213,47 @@ async fn session_whose_client_leaves_during_an_outage_of_the_database_is_detache
     }
     api.start_postgres_again().await;
     api.wait_until::<TerminalSession>(id, |session| session.state() == "detached").await;
+}
+
+/// What a layer around the gateway does.
+type Layer = fn(Request<Body>, Next) -> BoxFuture<'static, Response>;
+
+/// The client of an admitted connection leaves before it has the answer: its session is detached.
+async fn expect_detached_behind(layer: Layer) {
+    let api = ApiHarness::new().await;
+    let allocation = rented(&api).await;
+    let issued = api.post(&format!("{allocation}/terminal-tokens")).user("ann").send().await;
+    let issued = issued.is(201);
+    let id: Uuid = issued["session_id"].as_str().unwrap().parse().unwrap();
+    let gateway = served(terminal_gateway::router(api.app.clone()).layer(from_fn(layer))).await;
+    let stream = TcpStream::connect(gateway).await.unwrap();
+    let connecting = tokio::spawn(client_async(upgrade(gateway, issued["token"].as_str().unwrap()), stream));
+    api.wait_until::<TerminalSession>(id, |session| session.attachments == 1).await;
+    connecting.abort();
+    api.wait_until::<TerminalSession>(id, |session| session.state() == "detached").await;
+}
+
+#[tokio::test]
+async fn session_whose_upgrade_fails_after_the_admission_is_detached() {
+    expect_detached_behind(|request, next| {
+        Box::pin(async move {
+            let _answer = next.run(request).await;
+            std::future::pending().await
+        })
+    })
+    .await;
+}
+
+/// The time of the request ends, or its client leaves, while the admission is being committed.
+#[tokio::test]
+async fn session_whose_request_is_dropped_during_the_admission_is_detached() {
+    expect_detached_behind(|request, next| {
+        Box::pin(async move {
+            drop(tokio::time::timeout(Duration::from_micros(1), next.run(request)).await);
+            std::future::pending().await
+        })
+    })
+    .await;
 }
 
 #[tokio::test]
