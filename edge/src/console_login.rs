@@ -3,6 +3,7 @@
 //! not in its description. The control plane runs OAuth's authorization code flow (decisions/0070). A login and a logout in flight are in
 //! the folder of this module; requests by the session's cookie are authenticated in `console_session.rs`.
 
+mod concurrent_logout;
 mod pending_login;
 mod pending_logout;
 
@@ -174,6 +175,9 @@ async fn complete(
     let (cookie, secret_sha256) = SessionCookie::mint(id.0);
     let opening = opening(app, parts, id, secret_sha256, &caller, issued, id_token)?;
     let session = open(app, scope, id, caller, opening).await?;
+    if concurrent_logout::end_logged_out(app, &session, now).await? {
+        return Err(not_logged_in("The identity provider has logged you out meanwhile").because("a logout token"));
+    }
     end_oldest(app, &session).await?;
     tracing::info!(session.id = %session.id, "user {} logged in to the console", session.owner.user_id);
     let location = HeaderValue::from_str(&login.return_to).map_err(ApiError::internal)?;
@@ -351,6 +355,9 @@ async fn backchannel_logout(
         }
     };
     let is_used = was_used(&app, &token).await?;
+    if !is_used {
+        concurrent_logout::record(&app, &token).await?;
+    }
     let open = sessions_of(&app, &token, is_used).await?;
     // A token that has ended some of its sessions is sent again where others could not be ended.
     if is_used && open.is_empty() {

@@ -6,7 +6,7 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`committer`], [`loader`] | writes transitions, and reads entities: each what waits at the moment, in one statement |
-//! | [`outbox`], [`idempotency`] | events that are not settled; responses for repeated requests |
+//! | [`outbox`], [`idempotency`], [`provider_logouts`] | events that are not settled; responses for repeated requests; logouts at the identity provider |
 //! | [`queries`] | reads past the mailboxes |
 //! | [`membership`], `shard_numbers`, `parked_entities`, [`work_lease`] | members and who owns which shard; shards as they are stored; entities that wait for an operator; leases of work that one member does at a time |
 //! | [`entity_sums`], [`fleet_history`] | what entities add up to; the fleet hour by hour |
@@ -39,6 +39,7 @@ pub mod outage_log;
 pub mod outbox;
 mod parked_entities;
 pub mod pool;
+pub mod provider_logouts;
 pub mod queries;
 pub mod recordings;
 pub mod recovery_mark;
@@ -57,6 +58,7 @@ pub use idempotency::IdempotencyRecords;
 pub use loader::Loader;
 pub use membership::Cluster;
 pub use outbox::{Outbox, OutboxRow};
+pub use provider_logouts::ProviderLogouts;
 pub use queries::Reads;
 pub use recordings::Recordings;
 pub use recovery_mark::RecoveryMarks;

@@ -42,6 +42,7 @@ pub use shard::{DueTimer, GatewayConnection, OutboxCursor, OverdueEntities, Unse
 
 use crate::idempotency::IdempotencyRecords;
 use crate::pool::ReadPool;
+use crate::provider_logouts::ProviderLogouts;
 use crate::snapshot_seal::SnapshotSealer;
 use sqlx::PgPool;
 
@@ -72,6 +73,12 @@ impl Reads {
     #[must_use]
     pub fn idempotency_records(&self) -> IdempotencyRecords {
         IdempotencyRecords::new(self.read_pool.clone())
+    }
+
+    /// The stored logouts at the identity provider, likewise.
+    #[must_use]
+    pub fn provider_logouts(&self) -> ProviderLogouts {
+        ProviderLogouts::new(self.read_pool.clone())
     }
 }
 

@@ -224,6 +224,35 @@ async fn replayed_logout_token_is_refused_and_ends_no_later_login() {
     second.get("/api/v1/me").send().await.is(200);
 }
 
+/// The provider logs the user out after it has issued the tokens, and before the session is stored that could be ended.
+#[tokio::test]
+async fn logout_that_is_reported_while_a_login_is_completed_leaves_no_session() {
+    let (provider, api) = with_console().await;
+    let subject = |name: &str| json!({"sub": provider.person(name).unwrap().id});
+    let later = json!({"iat": chrono::Utc::now().timestamp() + 5});
+    send_logout(&api, &logout_token(&provider, &later)).await.is(200);
+    let mut browser = Browser::new(&api, &provider);
+    let refused = browser.log_in("user").await;
+    assert_eq!((refused.status, &refused.body["code"]), (401, &json!("unauthenticated")), "{}", refused.body);
+    assert!(refused.line().contains("has logged you out meanwhile"), "{}", refused.line());
+    assert!(!browser.cookies.contains_key(SESSION));
+    let admin = provider.token_of("admin").unwrap();
+    let sessions = api.get("/api/v1/admin/browser-sessions").by(admin.expose_secret()).send().await;
+    let ended = &sessions.is(200)["items"][0];
+    assert_eq!((&ended["state"], &ended["end_reason"]), (&json!("ended"), &json!("provider_logout")), "{ended}");
+    // It is the logout of this user alone, and of the logins until then.
+    Browser::logged_in(&api, &provider, "user2").await.get("/api/v1/me").send().await.is(200);
+    let earlier = json!({"iat": chrono::Utc::now().timestamp() - 5, "jti": "two"});
+    let of_user2 = merged(&subject("user2"), &earlier);
+    send_logout(&api, &logout_token(&provider, &of_user2)).await.is(200);
+    Browser::logged_in(&api, &provider, "user2").await.get("/api/v1/me").send().await.is(200);
+}
+
+fn merged(one: &Value, other: &Value) -> Value {
+    let fields = [one, other].map(|value| value.as_object().unwrap().clone());
+    Value::Object(fields.into_iter().flatten().collect())
+}
+
 async fn session_id(browser: &Browser<'_>) -> Uuid {
     let me = browser.get("/api/v1/me").send().await;
     me.is(200)["session"]["id"].as_str().unwrap().parse().unwrap()

@@ -21,6 +21,7 @@ use persistence::key_rewrap::SEALED_FIELDS;
 use persistence::membership::Member;
 use persistence::migrate::{Migrations, StartingMember};
 use persistence::month_removal::remove_month;
+use persistence::provider_logouts::ProviderLogout;
 use persistence::queries::{
     AuditFilter, AuditPosition, BindingFilter, Cursor, FleetFilter, LedgerFilter, ListFilter, OutboxCursor,
     PolicyFilter, WaitingFilter, WaitingPosition,
@@ -445,6 +446,14 @@ async fn read_idempotency_records(reads: &Reads, rows: &SampleRows) {
     records.find(committed).await.unwrap().unwrap();
     records.store_for_committed(committed, "{}").await.unwrap();
     records.store_for_uncommitted(CommandId(Uuid::new_v4()), [7; 32], Some("{}")).await.unwrap();
+    let logouts = reads.provider_logouts();
+    let id = CommandId(Uuid::new_v4());
+    for seconds in [1, 2] {
+        let at = DateTime::UNIX_EPOCH + TimeDelta::seconds(seconds);
+        let logout = ProviderLogout { issued_at: at, received_at: at, token_sha256: "07".to_owned() };
+        logouts.record(id, &logout).await.unwrap();
+        assert_eq!(logouts.latest(&[id, CommandId(Uuid::new_v4())]).await.unwrap(), Some(logout));
+    }
 }
 
 /// What dashboards and metrics ask for.
