@@ -17,6 +17,7 @@ use chrono::TimeDelta;
 use domain::browser_session::{BrowserSession, Instruction, Opening, Place, Reply, Request, SecretDigest};
 use domain::policy::{PolicyKey, Scopes};
 use domain::{BrowserSessionId, EntityKind, Principal};
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use persistence::queries::ListFilter;
 use reqwest::Url;
 use secrecy::{ExposeSecret as _, SecretString};
@@ -38,7 +39,7 @@ use crate::http::error::{ApiError, Code};
 use crate::http::request_body::{Form, Query};
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, mount, with_common_layers};
 use crate::tls::Peer;
-use pending_login::{CONSOLE, PendingLogin};
+use pending_login::{CONSOLE, PendingLogin, destination};
 use pending_logout::PendingLogout;
 
 /// The routes, below the path of the console's pages.
@@ -114,7 +115,8 @@ async fn login(
     parts: request::Parts,
     Query(query): Query<LoginQuery>,
 ) -> Result<Response, ApiError> {
-    or_page(&parts.headers, begin(&app, &parts, &query).await)
+    let answered = begin(&app, &parts, &query).await;
+    or_page(&parts.headers, query.return_to.as_deref(), answered)
 }
 
 async fn begin(app: &AppState, parts: &request::Parts, query: &LoginQuery) -> Result<Response, ApiError> {
@@ -137,7 +139,9 @@ async fn callback(
     parts: request::Parts,
     Query(query): Query<CallbackQuery>,
 ) -> Result<Response, ApiError> {
-    or_page(&parts.headers, complete(&app, &scope, &parts, &query).await)
+    let answered = complete(&app, &scope, &parts, &query).await;
+    let return_to = PendingLogin::return_to_of(&parts.headers, &app.trust.at_rest);
+    or_page(&parts.headers, return_to.as_deref(), answered)
 }
 
 async fn complete(
@@ -279,7 +283,10 @@ fn active_sessions() -> ListFilter {
 
 /// Where the browser is, as far as it says it.
 fn place(parts: &request::Parts) -> Place {
-    let address = parts.extensions.get::<ConnectInfo<Peer>>().map(|ConnectInfo(peer)| peer.address.ip().to_string());
+    let address = parts
+        .extensions
+        .get::<ConnectInfo<Peer>>()
+        .map(|ConnectInfo(peer)| peer.address.ip().to_canonical().to_string());
     let user_agent = parts.headers.get(header::USER_AGENT).map(|value| String::from_utf8_lossy(value.as_bytes()));
     let plain = |text: &str| text.chars().filter(|c| !c.is_control()).take(MAX_USER_AGENT).collect();
     Place { address: address.unwrap_or_default(), user_agent: user_agent.map(|text| plain(&text)).unwrap_or_default() }
@@ -439,17 +446,21 @@ fn no_referrer() -> [(HeaderName, HeaderValue); 1] {
     [(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"))]
 }
 
-/// A page in place of the envelope, for a browser that navigates here.
-fn or_page(headers: &HeaderMap, result: Result<Response, ApiError>) -> Result<Response, ApiError> {
+/// A page in place of the envelope, for a browser that navigates here. Its link begins another login that leads to `return_to`.
+fn or_page(
+    headers: &HeaderMap,
+    return_to: Option<&str>,
+    result: Result<Response, ApiError>,
+) -> Result<Response, ApiError> {
     let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let error = match result {
         Err(error) if accepts.contains("text/html") => error,
         other => return other,
     };
-    let message = escaped(error.message());
+    let (message, again) = (escaped(error.message()), escaped(&login_address(return_to)));
     let html = format!(
         "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\n\
-         <title>Not logged in</title>\n<h1>Not logged in</h1>\n<p>{message}</p>\n<p><a href=\"/console/login\">Log in again</a></p>\n</html>\n"
+         <title>Not logged in</title>\n<h1>Not logged in</h1>\n<p>{message}</p>\n<p><a href=\"{again}\">Log in again</a></p>\n</html>\n"
     );
     let policy = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
     let headers = [
@@ -460,6 +471,15 @@ fn or_page(headers: &HeaderMap, result: Result<Response, ApiError>) -> Result<Re
     ];
     let add = |error: ApiError, (name, value)| error.header(name, HeaderValue::from_static(value));
     Err(headers.into_iter().fold(error.with_page(html), add))
+}
+
+/// Where a login begins that leads to `return_to`, where that is a page of ours.
+fn login_address(return_to: Option<&str>) -> String {
+    let destination = destination(return_to);
+    if destination == CONSOLE {
+        return LOGIN.to_owned();
+    }
+    format!("{LOGIN}?return_to={}", utf8_percent_encode(&destination, NON_ALPHANUMERIC))
 }
 
 fn escaped(text: &str) -> String {

@@ -1,4 +1,4 @@
-//! A login in flight: what the callback is compared with. It is in a cookie of the browser, sealed under the key ring, for a few minutes;
+//! A login in flight: what the callback is compared with. It is in a cookie of the browser, sealed under the key ring, for an hour;
 //! nothing of it is stored here.
 
 use axum::http::{HeaderMap, HeaderValue};
@@ -23,6 +23,9 @@ const COOKIE: &str = "__Host-gpuaas-login";
 
 /// How long a login may take at the identity provider.
 const LIFE: TimeDelta = TimeDelta::minutes(10);
+
+/// How long the browser stores the cookie: where a login took too long, the next one still leads where it was to lead.
+const COOKIE_LIFE: TimeDelta = TimeDelta::hours(1);
 
 const CONTEXT: SealContext<'static> = SealContext { table: "cookie", column: "login", row: "" };
 
@@ -79,7 +82,7 @@ impl PendingLogin {
     pub(crate) fn set_cookie(&self, ring: &KeyRing) -> Result<HeaderValue, ApiError> {
         let plain = zeroize::Zeroizing::new(serde_json::to_vec(self).map_err(ApiError::internal)?);
         let sealed = URL_SAFE_NO_PAD.encode(ring.seal(&CONTEXT, &plain).map_err(ApiError::internal)?);
-        let seconds = LIFE.num_seconds();
+        let seconds = COOKIE_LIFE.num_seconds();
         let text = format!("{COOKIE}={sealed}; Path=/; Secure; HttpOnly; SameSite=Lax; Max-Age={seconds}");
         HeaderValue::from_str(&text).map_err(ApiError::internal)
     }
@@ -90,16 +93,25 @@ impl PendingLogin {
 
     /// The login of the request's cookie, where it is the one that the callback's `state` is of.
     pub(crate) fn of_callback(headers: &HeaderMap, ring: &KeyRing, state: &str, now: DateTime<Utc>) -> Option<Self> {
-        let sealed = URL_SAFE_NO_PAD.decode(cookie_value(headers, COOKIE)?).ok()?;
-        let plain = ring.open(&CONTEXT, &sealed).ok()?;
-        let login: Self = serde_json::from_slice(plain.expose_secret()).ok()?;
+        let login = Self::of_cookie(headers, ring)?;
         let is_same = bool::from(login.state.as_bytes().ct_eq(state.as_bytes()));
         (is_same && now < login.expires_at).then_some(login)
+    }
+
+    /// Where the login of the request's cookie was to lead, whatever became of it.
+    pub(crate) fn return_to_of(headers: &HeaderMap, ring: &KeyRing) -> Option<String> {
+        Self::of_cookie(headers, ring).map(|login| login.return_to)
+    }
+
+    fn of_cookie(headers: &HeaderMap, ring: &KeyRing) -> Option<Self> {
+        let sealed = URL_SAFE_NO_PAD.decode(cookie_value(headers, COOKIE)?).ok()?;
+        let plain = ring.open(&CONTEXT, &sealed).ok()?;
+        serde_json::from_slice(plain.expose_secret()).ok()
     }
 }
 
 /// Where to go after the login: a path below those of our pages, or the console.
-fn destination(wanted: Option<&str>) -> String {
+pub(crate) fn destination(wanted: Option<&str>) -> String {
     let own = || CONSOLE.to_owned();
     let Some(wanted) = wanted.filter(|wanted| wanted.len() <= MAX_DESTINATION) else { return own() };
     // Browsers read a backslash as a slash, and drop tabs and line ends.

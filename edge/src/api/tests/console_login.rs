@@ -262,6 +262,52 @@ async fn refused_login_is_a_page_for_a_browser_and_an_envelope_for_a_program() {
     assert!(String::from_utf8_lossy(&html).contains("href=\"/console/login\""));
 }
 
+/// The link of the page with which a login is refused.
+async fn link_to_another_login(request: TestRequest<'_>) -> String {
+    let page = request.header("accept", "text/html").response().await;
+    assert!(page.status().is_client_error() || page.status().is_server_error(), "{}", page.status());
+    let html = axum::body::to_bytes(page.into_body(), 1 << 20).await.unwrap();
+    let html = String::from_utf8_lossy(&html).into_owned();
+    let (_, link) = html.split_once("href=\"").unwrap();
+    link.split('"').next().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn login_after_one_that_failed_leads_where_that_was_to_lead() {
+    let (provider, api) = with_console().await;
+    let wanted = "/console/nodes?state=active&sort=\"<name>\"#top";
+    let mut browser = Browser::new(&api, &provider);
+    let at = browser.begin(wanted).await;
+    let back = browser.authenticate(&at, "user").await;
+    let failed = back.replace("code=", "error=access_denied&x=");
+    for path in [failed.as_str(), "/console/callback?state=another&code=x"] {
+        let link = link_to_another_login(browser.with_cookies(api.get(path))).await;
+        let begun = api.get(&link).send().await;
+        begun.is(302);
+        let mut again = Browser::new(&api, &provider);
+        again.store_cookies(&begun);
+        let back = again.authenticate(&location(&begun).parse().unwrap(), "user").await;
+        assert_eq!(location(&again.call_back(&back).await), "/console/nodes?state=active&sort=%22%3Cname%3E%22#top");
+    }
+    // A login that took too long has its cookie, too.
+    api.advance_clock(chrono::TimeDelta::minutes(11));
+    let link = link_to_another_login(browser.with_cookies(api.get(&back))).await;
+    assert!(link.contains("return_to=%2Fconsole%2Fnodes"), "{link}");
+}
+
+#[tokio::test]
+async fn link_of_a_login_that_failed_leads_to_no_other_site() {
+    let api = ApiHarness::new().await;
+    for wanted in ["https://evil.example/", "//evil.example/console/", "/api/v1/me"] {
+        let query = Url::parse_with_params("https://x/console/login", [("return_to", wanted)]).unwrap();
+        let link = link_to_another_login(api.get(&format!("/console/login?{}", query.query().unwrap()))).await;
+        assert_eq!(link, "/console/login", "{wanted}");
+    }
+    let link = link_to_another_login(api.get("/console/login?return_to=/terminal/018f")).await;
+    assert_eq!(link, "/console/login?return_to=%2Fterminal%2F018f");
+    assert_eq!(link_to_another_login(api.get("/console/callback?state=x&code=y")).await, "/console/login");
+}
+
 #[tokio::test]
 async fn providers_refusal_at_the_callback_is_logged_with_its_description_and_the_setting() {
     let (provider, api) = with_console().await;

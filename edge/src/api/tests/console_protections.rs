@@ -40,7 +40,7 @@ async fn each_login_has_secrets_of_its_own_in_a_cookie_that_no_script_reads() {
         let begun = api.get("/console/login").send().await;
         begun.is(302);
         let cookie = begun.headers["set-cookie"].to_str().unwrap();
-        let parts = ["__Host-gpuaas-login=", "; Path=/;", "; Secure", "; HttpOnly", "; SameSite=Lax", "; Max-Age=600"];
+        let parts = ["__Host-gpuaas-login=", "; Path=/;", "; Secure", "; HttpOnly", "; SameSite=Lax", "; Max-Age=3600"];
         for part in parts {
             assert!(cookie.contains(part), "{part} in {cookie}");
         }
