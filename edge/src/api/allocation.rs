@@ -41,8 +41,8 @@ use super::request_fields::{
 };
 use super::sku;
 use super::ssh_key::tenant_of;
+use crate::api::idempotency::ReplayedResponse;
 use crate::api::idempotency::request_layer::{Idempotent, IdempotentCommand};
-use crate::api::idempotency::{ReplayedResponse, key_reused};
 use crate::app_state::AppState;
 use crate::app_state::read_model::{self, CurrentEntity, current, etag, wait_until};
 use crate::http::error::{ApiError, Code};
@@ -125,7 +125,7 @@ pub(super) async fn list(
     let filter = &listing.filter;
     let owner = visible_owner(&context, filter.user_id.as_deref())?;
     // A node has had many tenants: its present ones are on the first page. Replicas of an earlier release began with the oldest.
-    let orders = match (&filter.order, filter.node_id) {
+    let orders: &[Order] = match (&filter.order, filter.node_id) {
         (Some(order), _) => slice::from_ref(order),
         (None, Some(_)) => &[Order::NewestFirst, Order::OldestFirst],
         (None, None) => &[Order::OldestFirst],
@@ -183,11 +183,6 @@ pub(super) async fn create(
         }
         Err(refusal) => context.committed_reply_or::<Allocation>(refusal).await?,
     };
-    // The key of a request by a token of another organization or project, which the allocation counts against and is paid by.
-    let (owner, caller) = (&answered.reply.asked.owner, &context.caller);
-    if (&owner.org_id, &owner.project_id) != (&caller.org_id, &caller.project_id) {
-        return Err(key_reused());
-    }
     // A repetition is answered with the allocation that the first request created.
     let id = answered.reply.id.0;
     let found = wait_until(&app, id, FIRST_REPLY_TIMEOUT, |it: &Allocation| !it.is_unanswered()).await?;

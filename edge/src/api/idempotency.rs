@@ -1,12 +1,13 @@
 //! `Idempotency-Key` (IETF draft-ietf-httpapi-idempotency-key-header-07): what identifies a repeated request.
 //!
-//! The command id is a hash of principal, method, route and key; with it goes a digest of method, path and body. Both are stored with the
-//! command's commit, for a day. The response follows from that commit, or is stored beside it before it is sent ([`request_layer`]). A
+//! The command id is a hash of principal, method, route and key; with it goes a digest of method, path, body, and of the organization and
+//! project of the access token, which what the request creates belongs to. Both are stored with the command's commit, for a day. The response follows from that commit, or is stored beside it before it is sent ([`request_layer`]). A
 //! repetition gets the same response on any replica; a different request under the same key is refused.
 
 use actors::sharding::{command_id, digest_of};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
 use axum::response::{IntoResponseParts, ResponseParts};
+use domain::authz::CallerIdentity;
 use domain::{CommandId, Principal};
 use serde::Serialize;
 use std::convert::Infallible;
@@ -84,13 +85,24 @@ impl RequestLine {
         command_id(&parts.map(str::as_bytes))
     }
 
-    /// The digest of this request. `body` is the body as it was read, so that white space and the order of fields make no difference.
+    /// The digest of this request by `caller`. `body` is the body as it was read, so that white space and the order of fields make no
+    /// difference.
     ///
     /// # Errors
     /// `internal_error` where the body cannot be serialized.
-    pub fn digest(&self, body: &impl Serialize) -> Result<[u8; 32], ApiError> {
+    pub fn digest(&self, caller: &CallerIdentity, body: &impl Serialize) -> Result<[u8; 32], ApiError> {
         let body = serde_json::to_vec(body).map_err(ApiError::internal)?;
-        Ok(digest_of(&[self.method.as_str().as_bytes(), self.path.as_bytes(), &body]))
+        let mut parts = vec![self.method.as_str().as_bytes(), self.path.as_bytes(), body.as_slice()];
+        // Left out where there is neither: the digest is that of earlier releases then, whose rows are read during an upgrade.
+        let (org, project) =
+            (caller.org_id.as_ref().map(ToString::to_string), caller.project_id.as_ref().map(ToString::to_string));
+        let claims = [("org_id", &org), ("project_id", &project)];
+        for (name, value) in claims {
+            if let Some(value) = value {
+                parts.extend([name.as_bytes(), value.as_bytes()]);
+            }
+        }
+        Ok(digest_of(&parts))
     }
 }
 
@@ -179,8 +191,9 @@ mod tests {
     #[test]
     fn same_request_has_the_same_command_id_and_another_a_different_one() {
         let by = Principal::system("ann");
+        let caller = CallerIdentity::new("ann", []);
         let command = |by: &Principal, path: &str, name: &str, body: serde_json::Value| {
-            (line(path).command_id(by, &key(name)), line(path).digest(&body).unwrap())
+            (line(path).command_id(by, &key(name)), line(path).digest(&caller, &body).unwrap())
         };
         let (id, digest) = command(&by, "/api/v1/things/1", "k", json!({"a": 1}));
         assert_eq!(command(&by, "/api/v1/things/1", "k", json!({"a": 1})), (id, digest));
@@ -193,5 +206,18 @@ mod tests {
         }
         assert_ne!(command(&by, "/api/v1/things/1", "l", json!({"a": 1})).0, id);
         assert_ne!(command(&Principal::system("bob"), "/api/v1/things/1", "k", json!({"a": 1})).0, id);
+    }
+
+    #[test]
+    fn request_by_a_token_of_another_organization_or_project_is_another_request() {
+        let digest = |org: Option<&str>, project: Option<&str>| {
+            let (org_id, project_id) = (org.map(Into::into), project.map(Into::into));
+            let caller = CallerIdentity { org_id, project_id, ..CallerIdentity::new("ann", []) };
+            line("/api/v1/things/1").digest(&caller, &json!({"a": 1})).unwrap()
+        };
+        let claims = [(None, None), (Some("a"), None), (Some("b"), None), (None, Some("a")), (Some("a"), Some("a"))];
+        let digests: std::collections::BTreeSet<_> = claims.map(|(org, project)| digest(org, project)).into();
+        assert_eq!(digests.len(), claims.len());
+        assert_eq!(digest(Some("a"), Some("b")), digest(Some("a"), Some("b")));
     }
 }

@@ -233,7 +233,7 @@ impl RequestContext {
         let command_id = key.as_ref().map_or_else(|| CommandId(Uuid::new_v4()), |key| line.command_id(&by, key));
         let idempotency = parts.extensions.get::<IdempotencyContext>().cloned().unwrap_or_default();
         if key.is_some() {
-            idempotency.set_caller(command_id, line, app);
+            idempotency.set_caller(command_id, line, caller.clone(), app);
         }
         Ok(Self {
             token_expires_at,

@@ -19,6 +19,7 @@ use axum::extract::{FromRequest, Request};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use domain::CommandId;
+use domain::authz::CallerIdentity;
 use persistence::idempotency::{IdempotencyRecord, IdempotencyRecords};
 use serde::Serialize;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,6 +50,7 @@ struct IdempotencyState {
 struct CallerKey {
     id: CommandId,
     line: RequestLine,
+    caller: CallerIdentity,
     answers: IdempotencyRecords,
 }
 
@@ -67,14 +69,14 @@ enum Earlier {
 }
 
 impl IdempotencyContext {
-    pub(crate) fn set_caller(&self, id: CommandId, line: RequestLine, app: &AppState) {
+    pub(crate) fn set_caller(&self, id: CommandId, line: RequestLine, caller: CallerIdentity, app: &AppState) {
         // A request has one caller.
-        let _ = self.0.caller.set(CallerKey { id, line, answers: app.reads.idempotency_records() });
+        let _ = self.0.caller.set(CallerKey { id, line, caller, answers: app.reads.idempotency_records() });
     }
 
     /// The digest of the request; `None` where it has no key.
     fn digest(&self, body: &impl Serialize) -> Result<Option<[u8; 32]>, ApiError> {
-        self.0.caller.get().map(|by| by.line.digest(body)).transpose()
+        self.0.caller.get().map(|by| by.line.digest(&by.caller, body)).transpose()
     }
 
     fn start(&self, digest: Option<[u8; 32]>) {

@@ -75,6 +75,30 @@ async fn key_of_an_allocation_of_one_organization_rents_none_for_another() {
     assert_ne!(rent("umbrella", "l").await.is(201)["id"], first.body["id"]);
 }
 
+/// Whether the first request was carried out, or refused before or by its command.
+#[tokio::test]
+async fn key_of_a_request_for_one_organization_belongs_to_no_other() {
+    let api = ApiHarness::with_sku().await;
+    api.set_placement(PlacementOutcome::NoCapacity);
+    let endpoint = json!({"kind": "webhook", "url": "https://receiver.example/hooks"});
+    for (path, body, status) in [
+        ("/api/v1/allocations", json!({"sku": "unknown", "gpu_count": 1}), 400),
+        ("/api/v1/allocations", json!({"sku": "h100x4", "gpu_count": 1}), 409),
+        ("/api/v1/notification-endpoints", endpoint, 201),
+        ("/api/v1/service-accounts", json!({"name": "ci"}), 201),
+        ("/api/v1/ssh-keys", json!({"name": "laptop", "public_key": ANNS_KEY}), 201),
+        ("/api/v1/billing/refunds", json!({"payment_id": Uuid::nil(), "reason": "r"}), 404),
+    ] {
+        let of = async |org: &str| {
+            api.post(path).by(&api.token_of("ann", org)).key(&format!("{path} {status}")).json(&body).send().await
+        };
+        let first = of("acme").await;
+        assert_eq!(first.status, status, "{path}: {}", first.body);
+        of("umbrella").await.refused(422, "idempotency_key_reused");
+        assert_eq!(of("acme").await.status, status, "{path}");
+    }
+}
+
 #[tokio::test]
 async fn allocation_is_replayed_after_its_queue_time_ended() {
     let api = ApiHarness::with_sku().await;

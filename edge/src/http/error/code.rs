@@ -281,7 +281,7 @@ impl Code {
                 "idempotency_key_reused",
                 S::UNPROCESSABLE_ENTITY,
                 "the key belongs to another request",
-                &["The `Idempotency-Key` was used with another path or body, or for a rental or a checkout of another organization or project, and is still stored: for 24 hours, or as policy `retention.command_ids_hours` says."],
+                &["The `Idempotency-Key` was used with another path or body, or by a token of another organization or project, and is still stored: for 24 hours, or as policy `retention.command_ids_hours` says."],
                 "Use a new key for a new request; a UUID serves well.",
             ),
             Self::RateLimited => row(
