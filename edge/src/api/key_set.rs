@@ -23,7 +23,7 @@ use super::request_fields::{KeyId, Reason, ReasonBody};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::Explain as _;
 use crate::app_state::AppState;
-use crate::app_state::runtime_interface::TreeFilter;
+use crate::app_state::runtime_interface::{MemberNode, MemberReport, Tree, TreeFilter};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
 use crate::trust::current_keys::{Keys, KeysError, make, set_id, stored};
@@ -273,15 +273,7 @@ impl KeyStep {
             let version = set_of(&read(app).await?, self.purpose).version;
             let behind = wait_for_version(app, self.purpose, version).await?;
             if !behind.is_empty() {
-                let names = behind.join(", ");
-                return Err(ApiError::new(
-                    Code::ServiceUnavailable,
-                    format!(
-                        "Not every replica knows the key yet: {names}. Ask again in a moment, or end those that hang."
-                    ),
-                )
-                .detail("waiting_for", serde_json::json!(behind))
-                .expected());
+                return Err(not_known_yet(&behind));
             }
         }
         let change = KeySetChange::Activate { id: self.key_id.to_string() };
@@ -327,13 +319,13 @@ pub(super) async fn rewrap(
     let id = values.active().to_owned();
     let others = wait_until_none(&app, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
     if !others.is_empty() && !context.is_replay() {
-        let names = others.join(", ");
+        let shown = described(&others);
         return Err(ApiError::new(
             Code::StateConflict,
-            format!("Not every replica seals with key {id}: {names}. Make it active in their key rings and restart them first."),
+            format!("Not every replica seals with key {id}: {shown}. Make it active in their key rings and restart them first."),
         )
         .detail("key_id", id)
-        .detail("waiting_for", serde_json::json!(others)));
+        .detail("waiting_for", serde_json::json!(names(&others))));
     }
     let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
     let command = Request::Adopt { id, outgoing, reason: asked.reason.to_string() };
@@ -388,7 +380,8 @@ impl KeyRotation {
         let Reply::At { version, id } = &answered.reply else {
             return Err(ApiError::internal("the machine of keys answered another question"));
         };
-        let waiting_for = wait_for_version(app, self.purpose, *version).await?;
+        let behind = wait_for_version(app, self.purpose, *version).await?;
+        let waiting_for: Vec<_> = behind.into_iter().map(|replica| replica.name).collect();
         let status = if waiting_for.is_empty() { done } else { StatusCode::ACCEPTED };
         let set = view(app, &read(app).await?, self.purpose).await?;
         let changed = KeyChangeView { set, key_id: id.clone(), waiting_for, cut_off: self.cut_off };
@@ -428,33 +421,70 @@ async fn dependents(app: &AppState, keys: &Keys, id: &str, named: u32) -> Result
 }
 
 /// Waits until every live replica has applied this version, and returns those that have not.
-async fn wait_for_version(app: &AppState, purpose: KeyPurpose, version: u64) -> Result<Vec<String>, ApiError> {
+async fn wait_for_version(app: &AppState, purpose: KeyPurpose, version: u64) -> Result<Vec<ReplicaKeys>, ApiError> {
     wait_until_none(app, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
 }
 
 /// Waits until no replica is `behind`, and returns those that are. A replica that died a moment ago counts until its death is detected.
-async fn wait_until_none(app: &AppState, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
+async fn wait_until_none(app: &AppState, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<ReplicaKeys>, ApiError> {
     let end = Instant::now() + PROPAGATION_TIMEOUT;
     loop {
-        let found: Vec<_> = replicas(app).await?.into_iter().filter(|replica| behind(replica)).collect();
+        let mut found = replicas(app).await?;
+        found.retain(|replica| behind(replica));
         if found.is_empty() || Instant::now() >= end {
-            return Ok(found.into_iter().map(|replica| replica.name).collect());
+            return Ok(found);
         }
         sleep(POLL_INTERVAL).await;
     }
 }
 
+/// The refusal of a key that these replicas do not know.
+fn not_known_yet(behind: &[ReplicaKeys]) -> ApiError {
+    let shown = described(behind);
+    ApiError::new(
+        Code::ServiceUnavailable,
+        format!(
+            "Not every replica knows the key yet: {shown}. Ask again in a moment. A replica that hangs is to be ended; with `force` the key is \
+             activated without it, and it cannot verify what the others sign."
+        ),
+    )
+    .detail("waiting_for", serde_json::json!(names(behind)))
+    .expected()
+}
+
+fn names(replicas: &[ReplicaKeys]) -> Vec<&str> {
+    replicas.iter().map(|replica| replica.name.as_str()).collect()
+}
+
+/// The replicas that are awaited, and which of them hang.
+fn described(replicas: &[ReplicaKeys]) -> String {
+    let one = |replica: &ReplicaKeys| match replica.answers {
+        true => replica.name.clone(),
+        false => format!("{}, which does not answer", replica.name),
+    };
+    replicas.iter().map(one).collect::<Vec<_>>().join("; ")
+}
+
 async fn replicas(app: &AppState) -> Result<Vec<ReplicaKeys>, ApiError> {
     let tree = app.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
-    let answer = |member: crate::app_state::runtime_interface::MemberNode| ReplicaKeys {
+    // Those that do not answer are named by their heartbeats.
+    let heartbeats = if tree.silent.is_empty() { Vec::new() } else { app.runtime.cluster().await?.members };
+    Ok(replicas_of(tree, &heartbeats))
+}
+
+fn replicas_of(tree: Tree, heartbeats: &[MemberReport]) -> Vec<ReplicaKeys> {
+    let answer = |member: MemberNode| ReplicaKeys {
         name: member.name,
         answers: true,
         versions: member.key_sets,
         seals_with: Some(member.seals_with).filter(|id| !id.is_empty()),
     };
-    let silent =
-        |id: Uuid| ReplicaKeys { name: id.to_string(), answers: false, versions: BTreeMap::new(), seals_with: None };
-    Ok(tree.members.into_iter().map(answer).chain(tree.silent.into_iter().map(silent)).collect())
+    let silent = |id: Uuid| {
+        let heartbeat = heartbeats.iter().find(|member| member.id == id);
+        let name = heartbeat.map_or_else(|| id.to_string(), |member| member.name.clone());
+        ReplicaKeys { name, answers: false, versions: BTreeMap::new(), seals_with: None }
+    };
+    tree.members.into_iter().map(answer).chain(tree.silent.into_iter().map(silent)).collect()
 }
 
 async fn view(app: &AppState, keys: &Keys, purpose: KeyPurpose) -> Result<KeySetView, ApiError> {
@@ -526,5 +556,46 @@ impl From<KeysError> for ApiError {
                 Self::internal(error)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replica_that_hangs_is_named_where_it_is_awaited() {
+        let (hung, unknown) = (Uuid::from_u128(7), Uuid::from_u128(8));
+        let tree = Tree {
+            members: Vec::new(),
+            silent: vec![hung, unknown],
+            entities_by_kind: BTreeMap::new(),
+            overdue: 0,
+            parked: 0,
+            entities: Vec::new(),
+            truncated: false,
+            next_page: None,
+        };
+        let heartbeat = MemberReport {
+            id: hung,
+            name: "edge-2".to_owned(),
+            started_at: Utc::now(),
+            roles: Vec::new(),
+            silent_for_ms: 0,
+            unheard_for_ms: None,
+            clock_offset_ms: None,
+            shards: Vec::new(),
+        };
+        let mut behind = replicas_of(tree, &[heartbeat]);
+        behind.push(ReplicaKeys {
+            name: "edge-3".to_owned(),
+            answers: true,
+            versions: BTreeMap::new(),
+            seals_with: None,
+        });
+        let refusal = not_known_yet(&behind);
+        let named = format!("edge-2, which does not answer; {unknown}, which does not answer; edge-3. Ask again");
+        assert!(refusal.message().contains(&named) && refusal.message().contains("`force`"), "{}", refusal.message());
+        assert_eq!(refusal.details()["waiting_for"], serde_json::json!(["edge-2", unknown.to_string(), "edge-3"]));
     }
 }
