@@ -7,6 +7,7 @@ pub mod env_file;
 mod identity;
 mod ingress;
 pub mod installed_settings;
+mod listener_bounds;
 mod listeners;
 mod maas;
 mod mail;
@@ -26,6 +27,7 @@ pub use outside_service::{OutsideClient, OutsideServiceSettings};
 pub use payments::PaymentsConfig;
 pub use variables::{ConfigError, Problem};
 
+pub(crate) use listener_bounds::CONNECTIONS as LISTENER_CONNECTIONS;
 pub(crate) use listeners::{NODE_LISTEN, OPERATIONS_LISTEN, PUBLIC_LISTEN, WEBHOOK_LISTEN, opened as opened_listeners};
 
 use crate::cluster::stream_copies;
@@ -36,6 +38,7 @@ use edge::auth::internal_route_auth::InternalToken;
 use edge::outbound::alertmanager::Alertmanager;
 use edge::outbound::log_store::LogStore;
 use edge::tls::ingress::Ingress;
+use edge::tls::serve::ListenerLimits;
 use edge::tls::{ServerTls, server_config};
 use edge::trust::node_certificate::TrustDomain;
 use env_file::EnvFile;
@@ -75,6 +78,10 @@ pub struct Config {
     pub node_proxies: Option<NodeProxies>,
     /// The proxies and load balancers that hold connections to the listeners for many clients.
     pub ingress: Ingress,
+    /// The bounds of the listeners for users and for nodes.
+    pub listener_limits: ListenerLimits,
+    /// For how many seconds browsers reach the host of the public URL by HTTPS alone (RFC 6797); `None`: they are told nothing.
+    pub hsts_seconds: Option<u32>,
     /// The address for the payment processor's webhooks.
     pub webhook_listen: SocketAddr,
     /// The address for operators and their tools (metrics, health), in clear.
@@ -203,6 +210,8 @@ impl Config {
             node_listen,
             node_proxies: node_proxies(it),
             ingress: ingress(it),
+            listener_limits: listener_bounds::limits(it),
+            hsts_seconds: listener_bounds::hsts_seconds(it, &public_url),
             webhook_listen,
             operations_listen,
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),

@@ -15,7 +15,10 @@ use arc_swap::ArcSwap;
 use axum::{
     Router,
     extract::{ConnectInfo, Request},
-    http::{HeaderMap, StatusCode, Uri, Version, header::HOST},
+    http::{
+        HeaderMap, HeaderValue, StatusCode, Uri, Version,
+        header::{HOST, STRICT_TRANSPORT_SECURITY},
+    },
 };
 use futures::{FutureExt, future::BoxFuture};
 use hyper::{
@@ -74,6 +77,21 @@ pub struct ListenerLimits {
     pub drain: Duration,
 }
 
+impl ListenerLimits {
+    /// Of a listener that admits so many connections at once: half of them may be pending, or of one address, and a sixteenth both.
+    #[must_use]
+    pub fn of_connections(connections: usize) -> Self {
+        let share = |of: usize| u32::try_from(connections / of).unwrap_or(u32::MAX);
+        Self {
+            connections,
+            pending: connections / 2,
+            pending_per_address: share(16),
+            open_per_address: share(2),
+            ..Self::default()
+        }
+    }
+}
+
 impl Default for ListenerLimits {
     fn default() -> Self {
         Self {
@@ -105,6 +123,8 @@ pub struct TlsServer {
     pub proxies: Option<Arc<Proxies>>,
     /// The addresses that many clients share: bounds per address do not apply to them.
     pub ingress: Arc<Ingress>,
+    /// The header `Strict-Transport-Security` of every answer (RFC 6797); `None` where there is none.
+    pub strict_transport: Option<HeaderValue>,
 }
 
 impl TlsServer {
@@ -215,6 +235,7 @@ impl TlsServer {
         let (router, asking) = (self.router.clone(), Arc::clone(&slot));
         let (proxies, ingress) = (self.proxies.clone(), Arc::clone(&self.ingress));
         let most = (limits.header_bytes, limits.header_count);
+        let strict_transport = self.strict_transport.clone();
         let service = service_fn(move |request: Request<Incoming>| {
             asking.settle();
             let mut request = request.map(axum::body::Body::new);
@@ -228,12 +249,16 @@ impl TlsServer {
                 request.extensions_mut().insert(MalformedRequest::Malformed);
             }
             let (answer, switched) = (router.clone().oneshot(request), Arc::clone(&switched));
+            let strict_transport = strict_transport.clone();
             async move {
-                let answer = answer.await;
-                if let Ok(answer) = &answer
-                    && answer.status() == StatusCode::SWITCHING_PROTOCOLS
-                {
-                    switched.store(true, Ordering::Relaxed);
+                let mut answer = answer.await;
+                if let Ok(answer) = &mut answer {
+                    if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
+                        switched.store(true, Ordering::Relaxed);
+                    }
+                    if let Some(value) = strict_transport {
+                        answer.headers_mut().insert(STRICT_TRANSPORT_SECURITY, value);
+                    }
                 }
                 answer
             }

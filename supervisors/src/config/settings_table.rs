@@ -115,6 +115,8 @@ pub const SECTIONS: &[Section] = &[
             setting(&["SVC_TRUSTED_PROXIES"], "HTTP proxies in front of the public API and the webhook, by their own addresses, as networks with commas: the client is what their header names", "none"),
             setting(&["SVC_CLIENT_ADDRESS_HEADER"], "the header in which those proxies, and those of the node API, [name the client](../operator/proxies.md#which-client): `x-forwarded-for` or `forwarded` (RFC 7239)", "`x-forwarded-for`"),
             setting(&["SVC_TCP_BALANCERS"], "balancers in front of any listener that pass TLS through, likewise: bounds per address do not hold for their connections", "none"),
+            setting(&["SVC_LISTENER_CONNECTIONS"], "the connections that the public API and the node API each admit at once, from 64 to 1000000; further ones wait in the kernel. Half of them may be without a request, or of one address. Each takes a file descriptor ([capacity](../operator/capacity.md))", "`16384`"),
+            setting(&["SVC_HSTS_SECONDS"], "for how many seconds browsers reach the host of the public URL by HTTPS alone, on all of its ports (`Strict-Transport-Security`, RFC 6797), from 0 to 63072000, such as 31536000, a year; with `0` they forget it", "not sent"),
             setting(&["SVC_TLS_CERT_PATH", "SVC_TLS_KEY_PATH"], "the certificate chain of all listeners and its key, PEM, read at the start and [at a reload](../operator/install.md#change-settings)", "required"),
             setting(&["SVC_TLS_CA_PATH"], "by which agents verify it, PEM", "required"),
             setting(&["SVC_TERMINAL_URL"], "where [terminals](../user/terminals.md) connect, with the path `/ws/v1/terminal` at its end: `wss://terminals.example/ws/v1/terminal`", "the public URL's `wss://`"),

@@ -1,7 +1,8 @@
 //! This machine: ports of the listeners, open files, disks.
 
 use crate::config::installed_settings::InstalledSettings;
-use crate::config::opened_listeners;
+use crate::config::{LISTENER_CONNECTIONS, opened_listeners};
+use edge::tls::serve::ListenerLimits;
 use nix::sys::resource::{Resource, getrlimit};
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -13,8 +14,8 @@ use telemetry::diagnosis::{DiagnosticFinding, machine};
 /// The name of the service's process.
 const PROGRAM: &str = "gpuaas";
 
-/// Each listener admits 16,384 connections; a terminal has two, a poll one.
-const ENOUGH_OPEN_FILES: u64 = 65_536;
+/// For each connection that a listener admits: there are two listeners, and a terminal has two connections.
+const OPEN_FILES_PER_CONNECTION: u64 = 4;
 const LEAST_OPEN_FILES: u64 = 4096;
 
 /// What became of an attempt to listen.
@@ -99,7 +100,9 @@ pub(super) fn open_files(settings: &InstalledSettings) -> Vec<DiagnosticFinding>
         let own = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard);
         (own, "this command".to_owned())
     });
-    vec![judge_open_files(limit, &whose)]
+    let connections = settings.get(LISTENER_CONNECTIONS).and_then(|text| text.trim().parse().ok());
+    let connections = connections.unwrap_or(ListenerLimits::default().connections as u64);
+    vec![judge_open_files(limit, &whose, connections)]
 }
 
 /// The hard limit, to which the service raises its own.
@@ -111,14 +114,15 @@ fn limit_of(limits: &str) -> Option<u64> {
     }
 }
 
-fn judge_open_files(limit: u64, whose: &str) -> DiagnosticFinding {
+fn judge_open_files(limit: u64, whose: &str, connections: u64) -> DiagnosticFinding {
+    let enough = connections.saturating_mul(OPEN_FILES_PER_CONNECTION).max(LEAST_OPEN_FILES);
     let summary = format!("{whose} may have {limit} files open");
     let action = format!(
-        "set LimitNOFILE={ENOUGH_OPEN_FILES} or more in the unit (`systemctl edit gpuaas`), or `ulimit -Hn` before the start"
+        "set LimitNOFILE={enough} or more in the unit (`systemctl edit gpuaas`), or `ulimit -Hn` before the start"
     );
     match limit {
         0..LEAST_OPEN_FILES => DiagnosticFinding::error(format!("{summary}: users' connections use them up"), action),
-        LEAST_OPEN_FILES..ENOUGH_OPEN_FILES => DiagnosticFinding::warning(summary, action),
+        _ if limit < enough => DiagnosticFinding::warning(summary, action),
         _ => DiagnosticFinding::ok(summary),
     }
 }
@@ -172,8 +176,10 @@ mod tests {
         let limits = "Limit                     Soft Limit           Hard Limit           Units\n\
                       Max open files            1024                 4095                 files\n";
         assert_eq!(limit_of(limits), Some(4095));
-        assert_eq!(judge_open_files(4095, "it").level, Error);
-        assert_eq!(judge_open_files(4096, "it").level, Warning);
-        assert_eq!(judge_open_files(65_536, "it").level, Ok);
+        assert_eq!(judge_open_files(4095, "it", 16_384).level, Error);
+        assert_eq!(judge_open_files(4096, "it", 16_384).level, Warning);
+        assert_eq!(judge_open_files(65_536, "it", 16_384).level, Ok);
+        assert_eq!(judge_open_files(65_536, "it", 100_000).level, Warning);
+        assert_eq!(judge_open_files(4096, "it", 64).level, Ok);
     }
 }

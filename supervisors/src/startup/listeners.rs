@@ -10,6 +10,8 @@ use crate::cluster_keys;
 use crate::config::{Config, ConfigError, NodeProxies};
 use crate::process_roles::ProcessRole;
 use arc_swap::ArcSwap;
+use axum::http::HeaderValue;
+use axum::http::header::InvalidHeaderValue;
 use edge::app_state::AppState;
 use edge::tls::connections::Connections;
 use edge::tls::ingress::Ingress;
@@ -76,7 +78,10 @@ impl ListenerStage {
         let public_api = match public_router(config, services) {
             Some(router) => {
                 let at = bind("SVC_PUBLIC_LISTEN", config.public_listen)?;
-                Some(Arc::new(BoundListener::new(at, Arc::clone(&tls), router, &shared)))
+                let strict_transport = config.hsts_seconds.map(strict_transport).transpose()?;
+                let limits = config.listener_limits.clone();
+                let listener = BoundListener::new(at, Arc::clone(&tls), router, &shared);
+                Some(Arc::new(BoundListener { limits, strict_transport, ..listener }))
             }
             None => None,
         };
@@ -88,6 +93,7 @@ impl ListenerStage {
             node_api = Some(Arc::new(BoundListener {
                 trust_domain: Some(keys.domain.clone()),
                 proxies: node_proxies.clone(),
+                limits: config.listener_limits.clone(),
                 ..BoundListener::new(at, acceptor.config(), router, &shared)
             }));
             node_acceptor = Some(Arc::new(acceptor));
@@ -136,6 +142,11 @@ fn user_tls(certificate: &ListenerCertificate, tickets: &SharedTickets) -> Resul
     })
 }
 
+/// The value of `Strict-Transport-Security`. Without `includeSubDomains`: other hosts of the domain are not this service's.
+fn strict_transport(seconds: u32) -> Result<HeaderValue, InvalidHeaderValue> {
+    HeaderValue::try_from(format!("max-age={seconds}"))
+}
+
 /// The API, and the login to the web console.
 fn public_api(services: &AppState) -> axum::Router {
     edge::console_login::beside(edge::api::router(services.clone()), services.clone())
@@ -176,6 +187,7 @@ pub struct BoundListener {
     limits: ListenerLimits,
     trust_domain: Option<TrustDomain>,
     proxies: Option<Arc<Proxies>>,
+    strict_transport: Option<HeaderValue>,
     shared: ListenerParts,
 }
 
@@ -187,7 +199,7 @@ impl BoundListener {
         shared: &ListenerParts,
     ) -> Self {
         let (limits, shared) = (ListenerLimits::default(), shared.clone());
-        Self { at, tls, router, limits, trust_domain: None, proxies: None, shared }
+        Self { at, tls, router, limits, trust_domain: None, proxies: None, strict_transport: None, shared }
     }
 
     /// Serves until it is stopped, and then until the last connection is closed.
@@ -204,6 +216,7 @@ impl BoundListener {
             trust_domain: self.trust_domain.clone(),
             proxies: self.proxies.clone(),
             ingress: Arc::clone(&self.shared.ingress),
+            strict_transport: self.strict_transport.clone(),
         };
         let open = self.shared.open.token();
         server.serve(listener, self.shared.stop.clone()).await?;

@@ -204,6 +204,7 @@ impl NodeApiHarness {
             trust_domain: Some(domain),
             proxies,
             ingress: Arc::default(),
+            strict_transport: None,
         };
         tokio::spawn(server.serve(listener, stop.clone()));
         Self {

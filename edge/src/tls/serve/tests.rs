@@ -127,6 +127,7 @@ impl TlsHarness {
             trust_domain: Some(domain()),
             proxies: None,
             ingress: Arc::default(),
+            strict_transport: None,
         };
         let serving = tokio::spawn(server.serve(listener, stop.clone()));
         let ca = NodeCa::load(domain(), &settings.ca.0, &settings.ca.1).unwrap();
@@ -472,6 +473,7 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
         trust_domain: None,
         proxies: None,
         ingress: Arc::default(),
+        strict_transport: Some(HeaderValue::from_static("max-age=31536000")),
     };
     tokio::spawn(server.serve(listener, CancellationToken::new()));
     for http1 in [true, false] {
@@ -491,6 +493,7 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
             .await
             .unwrap();
         assert_eq!(response.status(), 413);
+        assert_eq!(response.headers()["strict-transport-security"], "max-age=31536000");
         assert!(response.text().await.unwrap().contains("payload_too_large"));
     }
 }
