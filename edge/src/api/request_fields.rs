@@ -97,7 +97,7 @@ pub(crate) mod ssh_public_key;
 pub(crate) use metadata::{
     LabelChanges, LabelSelector, LabelSelectors, Labels, ResourceName, metadata, metadata_patch, terms,
 };
-pub(crate) use money::{AdjustmentMinor, AmountMinor, DepositMinor};
+pub(crate) use money::{AdjustmentMinor, AmountMinor, PriceMinor};
 
 struct IntegerVisitor {
     expected: &'static str,
@@ -291,8 +291,6 @@ numbers! {
     MaxUnavailable: u32, 1 to 200;
     /// How long the nodes of a wave of a rollout are watched before the next wave begins, in seconds; 0: not at all.
     SoakSeconds: u32, 0 to 604800;
-    /// Minor units of the currency (cents) per GPU and hour.
-    PriceMinor: i64, 0 to 10000000;
 }
 
 /// Why an administrator does something.

@@ -11,7 +11,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::EntityKind;
-use domain::money::{InvalidPrice, Price};
+use domain::money::{Currency, HIGHEST_PRICE_MINOR, InvalidPrice, Price, minor_in_currency};
 use domain::sku::{CatalogStatus, Command, Sku, SkuSpec};
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
@@ -341,12 +341,16 @@ fn spec(new: &NewSku) -> SkuSpec {
 }
 
 fn price(new: &NewPrice) -> Result<Price, ApiError> {
-    Price::new(&new.currency, new.amount_minor_per_gpu_hour.0).map_err(|error| {
-        let field = match error {
-            InvalidPrice::Currency => "price.currency",
-            InvalidPrice::Amount => "price.amount_minor_per_gpu_hour",
-        };
-        ApiError::invalid_request(format!("The price is refused: {error}.")).detail("field", field)
+    Price::new(&new.currency, new.amount_minor_per_gpu_hour.0).map_err(|error| match error {
+        InvalidPrice::Currency => {
+            ApiError::invalid_request(format!("The price is refused: {error}.")).detail("field", "price.currency")
+        }
+        InvalidPrice::Amount => {
+            let currency = Currency::parse(&new.currency).ok();
+            let [least, most] = [0, HIGHEST_PRICE_MINOR].map(|minor| minor_in_currency(minor, currency.as_ref()));
+            ApiError::invalid_request(format!("A price is from {least} to {most} for one GPU and hour."))
+                .detail("field", "price.amount_minor_per_gpu_hour")
+        }
     })
 }
 

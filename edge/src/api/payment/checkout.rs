@@ -12,7 +12,7 @@ use axum::response::IntoResponse;
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{Action, authorize};
 use domain::billing_account::{BillingAccount, Holder, Rejection as AccountRejection};
-use domain::money::Currency;
+use domain::money::{Currency, minor_in_currency};
 use domain::payment::{Fact, Payment, Phase, PhaseName, Rejection, Reply, Request};
 use domain::policy::PolicyKey;
 use domain::{BillingAccountId, PaymentId, Principal};
@@ -29,7 +29,7 @@ use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::notification_endpoint::introduce;
 use crate::api::rejection_response::{Explain as _, limited_by, not_answered};
 use crate::api::request_context::{RequestContext, UserRequest, replayed};
-use crate::api::request_fields::{CurrencyCode, DepositMinor, ReturnUrl};
+use crate::api::request_fields::{AmountMinor, CurrencyCode, ReturnUrl};
 use crate::app_state::read_model::{CurrentEntity, current, wait_until};
 use crate::app_state::{AppState, Payments};
 use crate::http::correlation::{Scope, no_store};
@@ -56,7 +56,7 @@ const MAX_CLOCK_SKEW: TimeDelta = TimeDelta::minutes(10);
 }))]
 pub(in crate::api) struct NewCheckout {
     /// Between policies `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor`.
-    amount_minor: DepositMinor,
+    amount_minor: AmountMinor,
     /// The account's own, which is taken where it is left out.
     currency: Option<CurrencyCode>,
     /// Where the payer is redirected after paying.
@@ -420,11 +420,12 @@ pub(in crate::api) fn check_payment_step(amount_minor: i64, currency: &Currency)
     if beyond == 0 {
         return Ok(());
     }
+    let possible = (amount_minor - beyond).saturating_add(step);
     let message = format!(
-        "Field `amount_minor` must be a multiple of {step}: payments in {} have two decimals, of the three that the currency has. Send {}, \
-         for example.",
+        "Field `amount_minor` must be a multiple of {step}: payments in {} have two decimals, of the three that the currency has. Send \
+         `{possible}`, which is {}, for example.",
         currency.as_str(),
-        (amount_minor - beyond).saturating_add(step)
+        minor_in_currency(possible, Some(currency))
     );
     Err(ApiError::invalid_request(message).detail("field", "amount_minor"))
 }
@@ -439,4 +440,21 @@ fn upstream(error: ProcessorError) -> ApiError {
         }
     };
     ApiError::new(Code::UpstreamError, message).because(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amount_that_no_card_payment_carries_is_refused_as_money() {
+        let of = |amount: i64, code: &str| check_payment_step(amount, &Currency::parse(code).unwrap());
+        assert!(of(1_239, "EUR").is_ok() && of(1_239, "JPY").is_ok() && of(1_240, "KWD").is_ok());
+        let refused = of(1_239, "KWD").unwrap_err();
+        assert!(refused.message().contains("`1240`, which is 1.240 KWD"), "{}", refused.message());
+        // Bounds are the entity's to check.
+        for extreme in [i64::MIN, i64::MAX] {
+            assert!(of(extreme, "KWD").is_err() && of(extreme, "EUR").is_ok());
+        }
+    }
 }

@@ -1,6 +1,5 @@
 //! Amounts of money in requests.
 
-use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
@@ -8,34 +7,45 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::IntegerVisitor;
 
-// The largest is the most that policies `billing.maximum_deposit_minor` and `billing.adjustment_max_minor` can be.
-numbers! {
+/// Amounts with the bounds that the description gives. Any whole number is read, and refused where its currency and the policies are known: the
+/// refusal names the bounds as money. The largest here is the most that these policies can be.
+macro_rules! amounts {
+    ($($(#[doc = $doc:literal])+ $name:ident: $min:literal to $max:literal;)+) => {$(
+        $(#[doc = $doc])+
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+        #[serde(transparent)]
+        pub(crate) struct $name(pub(crate) i64);
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let whole = IntegerVisitor { expected: "a whole number", min: i64::MIN, max: i64::MAX };
+                deserializer.deserialize_i64(whole).map(Self)
+            }
+        }
+
+        impl PartialSchema for $name {
+            fn schema() -> RefOr<Schema> {
+                ObjectBuilder::new()
+                    .schema_type(SchemaType::new(Type::Integer))
+                    .description(Some(concat!($($doc),+).trim()))
+                    .minimum(Some($min as i64))
+                    .maximum(Some($max as i64))
+                    .into()
+            }
+        }
+
+        impl ToSchema for $name {}
+    )+};
+}
+
+amounts! {
     /// Minor units of the currency (cents).
-    AmountMinor: i64, 1 to 100000000;
+    AmountMinor: 1 to 100000000;
     /// Minor units: given where it is more than zero, taken where it is less. Policy `billing.adjustment_max_minor` may allow less.
-    AdjustmentMinor: i64, -100000000 to 100000000;
+    AdjustmentMinor: -100000000 to 100000000;
+    /// Minor units of the currency (cents) per GPU and hour.
+    PriceMinor: 0 to 10000000;
 }
-
-/// Minor units of the currency (cents). Policies `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor` bound it.
-// Any whole number is read, so that the refusal names the bounds of the policies alone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub(crate) struct DepositMinor(pub(crate) i64);
-
-impl<'de> Deserialize<'de> for DepositMinor {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let whole = IntegerVisitor { expected: "a whole number", min: i64::MIN, max: i64::MAX };
-        deserializer.deserialize_i64(whole).map(Self)
-    }
-}
-
-impl PartialSchema for DepositMinor {
-    fn schema() -> RefOr<Schema> {
-        AmountMinor::schema()
-    }
-}
-
-impl ToSchema for DepositMinor {}
 
 #[cfg(test)]
 mod tests {
@@ -47,42 +57,26 @@ mod tests {
         amount: T,
     }
 
-    #[test]
-    fn amounts_are_whole_numbers_within_their_bounds() {
-        for (text, amount) in [("1", 1), ("100000000", 100_000_000), ("1e3", 1000), ("1000.0", 1000)] {
-            let request: Request<AmountMinor> = parse_json(format!(r#"{{"amount":{text}}}"#).as_bytes()).unwrap();
-            assert_eq!(request.amount.0, amount);
-        }
-        for text in [
-            "0",
-            "-1",
-            "100000001",
-            "9223372036854775808",
-            "1e9",
-            "1.5",
-            "1.00000000000000000001",
-            "-0.0",
-            "\"10\"",
-            "null",
-            "true",
-            "[1]",
-        ] {
-            let error = parse_json::<Request<AmountMinor>>(format!(r#"{{"amount":{text}}}"#).as_bytes()).unwrap_err();
-            assert!(error.message().contains("a whole number from 1 to 100000000"), "{text}: {error}");
-        }
+    fn read(text: &str) -> Result<i64, String> {
+        let request = parse_json::<Request<AmountMinor>>(format!(r#"{{"amount":{text}}}"#).as_bytes());
+        request.map(|request| request.amount.0).map_err(|error| error.message().to_owned())
     }
 
     #[test]
-    fn adjustments_are_whole_numbers_within_their_bounds() {
-        for (text, amount) in [("-100000000", -100_000_000), ("0", 0), ("-0.0", 0), ("-1e3", -1000)] {
-            let request: Request<AdjustmentMinor> = parse_json(format!(r#"{{"amount":{text}}}"#).as_bytes()).unwrap();
-            assert_eq!(request.amount.0, amount);
+    fn amounts_are_whole_numbers_of_any_size() {
+        for (text, amount) in [
+            ("1", 1),
+            ("0", 0),
+            ("-0.0", 0),
+            ("-100000001", -100_000_001),
+            ("1e3", 1000),
+            ("1000.0", 1000),
+            ("9223372036854775807", i64::MAX),
+        ] {
+            assert_eq!(read(text), Ok(amount));
         }
-        for text in ["1e9", "1.5", "100000001", "\"10\""] {
-            let error =
-                parse_json::<Request<AdjustmentMinor>>(format!(r#"{{"amount":{text}}}"#).as_bytes()).unwrap_err();
-            let expected = "a whole number from -100000000 to 100000000";
-            assert!(error.message().contains(expected), "{text}: {error}");
+        for text in ["9223372036854775808", "1.5", "1.00000000000000000001", "\"10\"", "null", "true", "[1]"] {
+            assert!(read(text).is_err_and(|message| message.contains("a whole number")), "{text}");
         }
     }
 }
