@@ -197,7 +197,7 @@ async fn read_heads(file: &PathBuf) -> anyhow::Result<Vec<SignedHead>> {
     let text = tokio::fs::read_to_string(file).await.with_context(|| format!("cannot read {}", file.display()))?;
     let mut heads = Vec::new();
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
-        match serde_json::from_str(line) {
+        match strict_json::from_str(line) {
             Ok(head) => heads.push(head),
             Err(error) => bail!("{}, line {number}: this is no signed head: {error}", file.display()),
         }

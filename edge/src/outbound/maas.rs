@@ -254,7 +254,7 @@ impl Maas {
         if is_page {
             return Err(MaasError::Page);
         }
-        serde_json::from_slice(&body).map_err(|error| MaasError::Unreadable(error.to_string()))
+        strict_json::from_slice(&body).map_err(|error| MaasError::Unreadable(error.to_string()))
     }
 }
 

@@ -186,7 +186,7 @@ impl PackageRegistry {
                 }
                 let body = timeout(self.limits.head, read_bounded_body(response, REALM_ANSWER_BYTES)).await;
                 let body = body.map_err(|_| RelayError::Slow)?.map_err(RelayError::Unreachable)?;
-                let token = serde_json::from_slice::<RealmAnswer>(&body).ok().and_then(RealmAnswer::token);
+                let token = strict_json::from_slice::<RealmAnswer>(&body).ok().and_then(RealmAnswer::token);
                 let token = token.ok_or(RelayError::UnknownChallenge)?;
                 Ok(sensitive(&format!("Bearer {}", token.expose())))
             }

@@ -6,6 +6,7 @@ use crate::text_encoding;
 use oauth2::HttpResponse;
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_TYPE, HeaderValue};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::time::Duration;
 
@@ -68,7 +69,13 @@ pub(super) fn normalized(answer: HttpResponse) -> HttpResponse {
 
 /// The fields of an answer; `None` where it is no JSON object.
 pub(super) fn fields_of(body: &[u8]) -> Option<Map<String, Value>> {
-    serde_json::from_slice(text_encoding::without_mark(body)).ok()
+    object_of(body).ok()
+}
+
+/// Reads an object. A list is none: serde alone reads its items as the fields of `T`, in their order.
+pub(super) fn object_of<T: DeserializeOwned>(body: &[u8]) -> serde_json::Result<T> {
+    let fields: Map<String, Value> = serde_json::from_slice(text_encoding::without_mark(body))?;
+    serde_json::from_value(Value::Object(fields))
 }
 
 /// Seconds as providers write them: a number, with or without a fraction, or either of them as a string.
@@ -218,6 +225,16 @@ mod tests {
             (StatusCode::OK, "application/json")
         );
         assert_eq!(fields_of(read.body()).unwrap()["access_token"], "a");
+    }
+
+    #[test]
+    fn list_in_place_of_an_object_is_none() {
+        #[derive(Debug, serde::Deserialize)]
+        struct Metadata {
+            issuer: String,
+        }
+        assert_eq!(object_of::<Metadata>(br#"{"issuer": "https://id.example"}"#).unwrap().issuer, "https://id.example");
+        object_of::<Metadata>(br#"["https://id.example"]"#).unwrap_err();
     }
 
     #[test]

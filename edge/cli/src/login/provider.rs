@@ -159,7 +159,7 @@ pub(crate) async fn discover(issuer: &str, ca_bundle: Option<&Path>) -> Result<(
         Err(DocumentError::Busy(status)) => return Err(busy(&format!("the identity provider {issuer}"), status)),
         Err(DocumentError::Other(why)) => return Err(no_provider(why)),
     };
-    let found: ProviderMetadata = serde_json::from_slice(&body).map_err(|error| no_provider(error.to_string()))?;
+    let found: ProviderMetadata = oauth_answer::object_of(&body).map_err(|error| no_provider(error.to_string()))?;
     // Metadata of another issuer is refused (section 4.3).
     if found.issuer.trim_end_matches('/') != issuer {
         return Err(no_provider(format!("it is of {}", found.issuer)));

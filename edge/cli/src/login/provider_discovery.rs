@@ -1,5 +1,6 @@
 //! Discovery of the service's identity provider: OAuth 2.0 Protected Resource Metadata (RFC 9728).
 
+use super::oauth_answer;
 use super::provider::{self, DocumentError};
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, Trust};
@@ -60,7 +61,7 @@ pub(crate) async fn discover(
         Err(DocumentError::Busy(status)) => return Err(provider::busy(server.as_str(), status)),
         Err(DocumentError::Other(why)) => return Err(other(format!("{why} where it would say how to log in"))),
     };
-    let metadata = serde_json::from_slice(&body).map_err(|_| other("it does not say how to log in".to_owned()))?;
+    let metadata = oauth_answer::object_of(&body).map_err(|_| other("it does not say how to log in".to_owned()))?;
     read(metadata, server).map_err(other)
 }
 
@@ -106,6 +107,8 @@ mod tests {
         for description in [
             json!({ "resource": "https://other.example", "authorization_servers": ["https://id.example"] }),
             json!({ "hello": "world" }),
+            // serde would read the fields in their order.
+            json!(["https://gpu.example", ["https://id.example"], "cli"]),
         ] {
             let failure = discovered(|_| description.clone()).await.unwrap_err();
             assert_eq!(failure.exit_status, ExitStatus::Usage, "{failure}");

@@ -159,6 +159,11 @@ async fn each_wrong_answer_has_an_error_of_its_own() {
     assert_eq!(hasty.machine("abc123").await.unwrap_err(), MaasError::Slow);
     let (_server, maas) = answering(ResponseTemplate::new(200).set_body_string("{}")).await;
     assert!(matches!(maas.machine("abc123").await, Err(MaasError::Unreadable(_))));
+    // serde would read the fields of a machine in their order.
+    let list =
+        ResponseTemplate::new(200).set_body_json(json!(["abc123", "host", "host.maas", "Ready", "on", "gpuaas"]));
+    let (_server, maas) = answering(list).await;
+    assert!(matches!(maas.machine("abc123").await, Err(MaasError::Unreadable(_))));
     let (_server, maas) = answering(text(404)).await;
     assert_eq!(maas.machine("abc123").await.unwrap(), None);
     let long = ResponseTemplate::new(200).set_body_string(" ".repeat(ANSWER_BYTES + 1));

@@ -109,6 +109,12 @@ async fn account_gets_a_token_from_the_realm_and_the_registry_gets_the_token_alo
     let registry = it.registry(move |_, _| challenge(&asked)).await;
     let refused = blob(&it.client(&registry)).await.unwrap_err();
     assert!(refused.contains("more than 65536 bytes"), "{refused}");
+    // A list is no answer, whose first item serde would read as the token.
+    let list = it.registry(|_, _| r#"["pull-token", null]"#.into_response()).await;
+    let asked = format!("Bearer realm=\"{}/token\"", list.url());
+    let registry = it.registry(move |_, _| challenge(&asked)).await;
+    blob(&it.client(&registry)).await.unwrap_err();
+    assert_eq!(registry.requests().len(), 1, "the registry gets no token");
 }
 
 #[tokio::test]
