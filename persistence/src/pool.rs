@@ -86,6 +86,26 @@ pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
     Ok(pool_of(config, through_nodelay_proxy(alone.clone()).map_err(PoolError::Proxy)?))
 }
 
+/// As [`open`], once a server that takes writes was reached: a pool alone reports a timeout, and finds no pooler that shares sessions.
+///
+/// # Errors
+/// [`ConnectionError`], as [`check_connection`].
+pub async fn open_reached(config: &PoolConfig) -> Result<PgPool, ConnectionError> {
+    check_connection(config).await?;
+    Ok(open(config)?)
+}
+
+/// As [`open_reached`], also where the server is a standby: for a command that reads alone.
+///
+/// # Errors
+/// [`ConnectionError`], as [`check_connection`].
+pub async fn open_readable(config: &PoolConfig) -> Result<PgPool, ConnectionError> {
+    match check_connection(config).await {
+        Ok(()) | Err(ConnectionError::ReadOnly { .. }) => Ok(open(config)?),
+        Err(error) => Err(error),
+    }
+}
+
 /// A pool on the server of several that takes writes, followed where that changes.
 fn open_routed(config: &PoolConfig, servers: Vec<PgConnectOptions>) -> Result<PgPool, PoolError> {
     let routes = servers.into_iter().map(Route::create).collect::<Result<Vec<_>, _>>().map_err(PoolError::Proxy)?;

@@ -82,7 +82,7 @@ pub async fn run(args: AuditArgs) -> ExitCode {
 }
 
 async fn execute(args: AuditArgs) -> anyhow::Result<bool> {
-    let pool = database(&args)?;
+    let pool = database(&args).await?;
     let mut out = std::io::stdout().lock();
     match &args.what {
         AuditSubcommand::Verify(how) => verified(&args, how, &pool, &mut out).await,
@@ -105,11 +105,11 @@ async fn execute(args: AuditArgs) -> anyhow::Result<bool> {
     }
 }
 
-fn database(args: &AuditArgs) -> anyhow::Result<PgPool> {
+async fn database(args: &AuditArgs) -> anyhow::Result<PgPool> {
     let url = args.database_url.clone().context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
     let mut config = PoolConfig::new(url, args.database_ca.clone());
     (config.application_name, config.connections) = ("gpuaas audit".to_owned(), 2);
-    Ok(pool::open(&config)?)
+    Ok(pool::open_readable(&config).await?)
 }
 
 fn secrets(args: &AuditArgs, pool: &PgPool) -> anyhow::Result<Secrets> {

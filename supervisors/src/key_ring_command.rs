@@ -40,8 +40,7 @@ pub async fn run(args: KeyRingArgs) -> anyhow::Result<()> {
     (config.application_name, config.connections) = ("gpuaas key-ring".to_owned(), 1);
     let KeyRingSubcommand::Check { kek_file } = args.what;
     let ring = Arc::new(KeyRing::load(&kek_file).context("the key ring cannot be used")?);
-    pool::check_connection(&config).await?;
-    let rewrap = Secrets::new(pool::open(&config)?, Arc::clone(&ring)).rewrap();
+    let rewrap = Secrets::new(pool::open_reached(&config).await?, Arc::clone(&ring)).rewrap();
     rewrap.check().await.context("the key ring does not fit the database")?;
     let sealed = rewrap.sealed().await?;
     let mut out = std::io::stdout().lock();

@@ -45,7 +45,7 @@ async fn execute(args: LedgerArgs) -> anyhow::Result<bool> {
     let mut config = PoolConfig::new(url, args.database_ca);
     (config.application_name, config.connections) = ("gpuaas ledger".to_owned(), 1);
     let LedgerSubcommand::Verify { json } = args.what;
-    let report = Reads::new(pool::open(&config)?).verify_ledger().await.map_err(|error| {
+    let report = Reads::new(pool::open_readable(&config).await?).verify_ledger().await.map_err(|error| {
         let source = error.source.to_string();
         anyhow::Error::new(error).context(source)
     })?;
@@ -92,4 +92,23 @@ fn print_report(out: &mut impl Write, as_json: bool, report: &LedgerReport) -> s
         "{postings} postings of {accounts} accounts were added up: the difference is {}",
         MicroAmount::of(report.difference())
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn database_that_cannot_be_reached_is_named() {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let args = LedgerArgs {
+            what: LedgerSubcommand::Verify { json: false },
+            database_url: Some("postgres://gpuaas:hunter2@127.0.0.1:1/gpuaas".into()),
+            database_ca: None,
+        };
+        let error = execute(args).await.expect_err("nothing listens there");
+        let text = format!("{error:#}");
+        assert!(text.starts_with("the database at 127.0.0.1:1/gpuaas cannot be reached: "), "{text}");
+        assert!(text.contains("refused") && !text.contains("hunter2"), "{text}");
+    }
 }

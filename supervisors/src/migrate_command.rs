@@ -33,8 +33,7 @@ pub async fn run(args: MigrateArgs) -> anyhow::Result<ExitCode> {
     let url = args.database_url.context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
     let mut config = PoolConfig::new(url, args.database_ca);
     (config.application_name, config.connections) = ("gpuaas migrate".to_owned(), 1);
-    pool::check_connection(&config).await?;
-    let pool = pool::open(&config)?;
+    let pool = pool::open_reached(&config).await?;
     let release = Migrations::embedded();
     if args.plan {
         let report = release.plan(&pool).await?;

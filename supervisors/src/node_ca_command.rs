@@ -30,7 +30,7 @@ pub struct NodeCaArgs {
 pub async fn run(args: NodeCaArgs) -> anyhow::Result<()> {
     let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
     let database = PoolConfig::new(args.database_url, args.database_ca);
-    let pool = pool::open(&database)?;
+    let pool = pool::open_readable(&database).await?;
     let (secrets, reads) = (Secrets::new(pool.clone(), Arc::new(ring)), Reads::new(pool));
     let authorities = node_authorities_pem(&secrets, &reads).await?;
     let authorities = authorities.context("there is no node CA yet: the first member makes it")?;

@@ -78,8 +78,7 @@ pub async fn run(args: RetentionArgs) -> anyhow::Result<()> {
     let url = args.database_url.context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
     let mut config = PoolConfig::new(url, args.database_ca);
     (config.application_name, config.connections) = ("gpuaas retention".to_owned(), 2);
-    pool::check_connection(&config).await?;
-    let report = gather(&pool::open(&config)?, args.disk_bytes, Utc::now()).await?;
+    let report = gather(&pool::open_reached(&config).await?, args.disk_bytes, Utc::now()).await?;
     let mut out = std::io::stdout().lock();
     match args.output {
         OutputFormat::Json => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,

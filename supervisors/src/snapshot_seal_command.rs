@@ -34,7 +34,7 @@ pub async fn run(args: SealArgs) -> anyhow::Result<()> {
     let url = args.database_url.context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
     let mut config = PoolConfig::new(url, args.database_ca);
     (config.application_name, config.connections) = ("gpuaas seal-snapshots".to_owned(), 1);
-    let pool = pool::open(&config)?;
+    let pool = pool::open_reached(&config).await?;
     let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
     let secrets = Secrets::new(pool.clone(), Arc::new(ring));
     let sealed = cluster_keys::seals(&secrets, None).await?.adopt(&pool, args.entity).await?;

@@ -10,6 +10,8 @@ use tests::skipped_tests::report_skipped;
 
 /// The exit status for a setting that an operator has to correct (`EX_CONFIG`).
 const CONFIGURATION: i32 = 78;
+/// That of a check whose outcome is not known.
+const UNKNOWN: i32 = 2;
 
 const IGNORES_OPTIONS: &str = "ignore_startup_parameters = options";
 
@@ -54,8 +56,10 @@ async fn pooler_that_gives_a_session_to_several_clients_is_refused() {
         let pooler = PgBouncer::start(&database, mode, &[IGNORES_OPTIONS]).await.unwrap();
         let refused = check_connection(&config(&pooler)).await;
         assert!(matches!(refused, Err(ConnectionError::SharedSessions { .. })), "{mode}: {refused:?}");
-        let (status, printed) = migrate_through(&pooler).await;
+        let (status, printed) = run_through(&pooler, &["migrate", "--plan"]).await;
         assert!(status == CONFIGURATION && printed.contains("session mode"), "{mode}: {status}: {printed}");
+        let (status, printed) = run_through(&pooler, &["ledger", "verify"]).await;
+        assert!(status == UNKNOWN && printed.contains("session mode"), "{mode}: {status}: {printed}");
     }
 }
 
@@ -68,15 +72,15 @@ async fn pooler_that_refuses_the_parameters_of_a_session_is_refused_with_its_set
     let pooler = PgBouncer::start(&database, "session", &[]).await.unwrap();
     let refused = check_connection(&config(&pooler)).await;
     assert!(matches!(refused, Err(ConnectionError::StartupParameter { .. })), "{refused:?}; {}", pooler.log_tail());
-    let (status, printed) = migrate_through(&pooler).await;
+    let (status, printed) = run_through(&pooler, &["migrate", "--plan"]).await;
     assert!(status == CONFIGURATION && printed.contains("ignore_startup_parameters"), "{status}: {printed}");
 }
 
-/// The exit status of `gpuaas migrate --plan`, and what it prints.
-async fn migrate_through(pooler: &PgBouncer) -> (i32, String) {
+/// The exit status of a command of `gpuaas`, and what it prints.
+async fn run_through(pooler: &PgBouncer, command_line: &[&str]) -> (i32, String) {
     let gpuaas = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("gpuaas");
     let mut command = tokio::process::Command::new(gpuaas);
-    command.args(["migrate", "--plan"]).env_clear().env("SVC_DATABASE_URL", pooler.url());
+    command.args(command_line).env_clear().env("SVC_DATABASE_URL", pooler.url());
     let output = command.output().await.unwrap();
     let printed = [output.stdout, output.stderr].concat();
     (output.status.code().unwrap_or(-1), String::from_utf8_lossy(&printed).into_owned())

@@ -96,8 +96,7 @@ pub async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
 }
 
 async fn connect(config: &Config) -> anyhow::Result<PgPool> {
-    persistence::pool::check_connection(&database(config)).await?;
-    Ok(persistence::pool::open(&database(config))?)
+    Ok(persistence::pool::open_reached(&database(config)).await?)
 }
 
 /// Applies what the release before can run on, too; what it cannot is for `gpuaas migrate`, by an operator.
