@@ -179,7 +179,7 @@ async fn lagging_consumer(cluster: &TestCluster, browser: &mut Browser) {
         jetstream.publish("node.test", "an event of another release".into()).await.unwrap().await.unwrap();
     }
     let name = cluster.replicas[1].name().to_owned();
-    let restarts = restarts_of(cluster, &name).await;
+    let restarts = cluster.restarts_of(WORKER).await[&name];
 
     let mut operator = Operator::begin(cluster, browser).await;
     operator.see_why().await;
@@ -189,7 +189,7 @@ async fn lagging_consumer(cluster: &TestCluster, browser: &mut Browser) {
     operator.browser.expect_text(&row, "1,1").await;
     operator.remedy(&format!("{row} button:text-is('Restart…')"), "it may hang").await;
     let until = Instant::now() + WAIT_TIMEOUT;
-    while restarts_of(cluster, &name).await == restarts {
+    while cluster.restarts_of(WORKER).await.get(&name).is_none_or(|count| *count == restarts) {
         assert!(Instant::now() < until, "the worker is not restarted");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -206,14 +206,6 @@ async fn pause_consumer(cluster: &TestCluster, until: &Value) {
     let answer = cluster.bus().await.request(subject, until.to_string().into()).await.expect("JetStream answers");
     let answer: Value = serde_json::from_slice(&answer.payload).expect("the answer is JSON");
     assert!(answer["error"].is_null() && answer["paused"] == json!(until["pause_until"].is_string()), "{answer}");
-}
-
-async fn restarts_of(cluster: &TestCluster, member: &str) -> u64 {
-    let tree = cluster.admin.get("/api/v1/admin/runtime/tree").await.ok();
-    let members = tree["members"].as_array().expect("members");
-    let found = members.iter().find(|it| it["name"] == member).expect("the member answers");
-    let worker = found["workers"].as_array().expect("workers").iter().find(|it| it["name"] == WORKER);
-    worker.expect("the worker is in the tree")["restarts"].as_u64().expect("a number")
 }
 
 /// The clock of one member is half a minute ahead. The console names the member and by how much; its machine's clock is set right.

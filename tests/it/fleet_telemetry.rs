@@ -2,8 +2,7 @@
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
-use tests::cluster::{TestCluster, WAIT_TIMEOUT};
+use tests::cluster::TestCluster;
 
 const FLEET: &str = "/api/v1/admin/telemetry/fleet";
 
@@ -43,19 +42,9 @@ async fn every_replica_shows_the_load_of_every_node_and_names_the_silent_ones() 
     };
     let fleet = admin.wait_until(FLEET, "the lost node alone is silent", is_silent).await;
     assert!(fleet["silent_nodes"]["nodes"][0]["last_at"].is_string(), "{fleet}");
-    for replica in &cluster.replicas {
-        let url = format!("{}/metrics", replica.operations_url());
-        let until = Instant::now() + WAIT_TIMEOUT;
-        loop {
-            let page = reqwest::get(&url).await.unwrap().text().await.unwrap();
-            let fleet: Vec<_> = page.lines().filter(|line| line.starts_with("fleet_")).collect();
-            assert!(!fleet.concat().contains(&one.id.to_string()), "no node is a label: {fleet:#?}");
-            if fleet.iter().any(|line| line.starts_with("fleet_nodes_silent{") && line.ends_with(" 1")) {
-                break;
-            }
-            assert!(Instant::now() < until, "{fleet:#?}");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+    for replica in 0..cluster.replicas.len() {
+        let page = cluster.wait_for_metrics(replica, |page| page.value("fleet_nodes_silent", &[]) == Some(1.0)).await;
+        assert!(!page.text.contains(&one.id.to_string()), "no node is a label: {}", page.text);
     }
 
     // A member that hangs is named, and what only it knows is missing.

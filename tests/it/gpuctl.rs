@@ -653,8 +653,7 @@ pub(crate) async fn serving(cluster: &TestCluster) -> usize {
     let until = Instant::now() + WAIT_TIMEOUT;
     loop {
         for index in 0..cluster.replicas.len() {
-            let page = cluster.operator_at(index).send_once(reqwest::Method::GET, "/metrics", None).await.text;
-            if page.lines().any(|line| line == "terminal_connections 1") {
+            if cluster.metrics_of(index).await.number("terminal_connections") == 1.0 {
                 return index;
             }
         }

@@ -129,13 +129,7 @@ async fn expect_nothing_lost(cluster: &TestCluster, ids: &[Uuid], after: &str) {
 }
 
 async fn lost_commits_by_metric(cluster: &TestCluster) -> u64 {
-    let mut sum = 0;
-    for index in 0..REPLICAS {
-        let page = cluster.operator_at(index).get("/metrics").await.text;
-        let line = page.lines().find_map(|line| line.strip_prefix("commit_lost_transitions_total "));
-        sum += line.and_then(|value| value.trim().parse::<u64>().ok()).unwrap();
-    }
-    sum
+    cluster.metric_total("commit_lost_transitions_total", &[]).await as u64
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -116,17 +116,13 @@ async fn log_store_outage_and_refusal_of_a_batch_have_different_responses_and_co
     drop(store);
     node.push(&token, &batch).await.expect_error(503, "service_unavailable");
 
-    let page =
-        reqwest::get(format!("{}/metrics", cluster.replicas[0].operations_url())).await.unwrap().text().await.unwrap();
-    let counted = |name: &str| {
-        let line = page.lines().find(|line| line.starts_with(&format!("node_log_gateway_{name}_total "))).unwrap();
-        line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
-    };
+    let page = cluster.metrics_of(0).await;
+    let counted = |name: &str| page.number(&format!("node_log_gateway_{name}_total"));
     assert_eq!(
         [counted("requests"), counted("entries"), counted("rejected"), counted("upstream_errors")],
-        [5, 1, 2, 2]
+        [5.0, 1.0, 2.0, 2.0]
     );
-    assert_eq!(counted("bytes"), batch.to_string().len() as u64);
+    assert_eq!(counted("bytes"), batch.to_string().len() as f64);
     cluster.allow_error("the log store");
     cluster.shutdown().await;
 }
@@ -143,8 +139,7 @@ async fn store_with_tenants_is_named_as_a_wrong_setting_until_tenant_and_token_a
         // The collector keeps the lines.
         assert_eq!(refused.expect_error(503, "service_unavailable").body["details"]["reason"], "log_store_credentials");
     }
-    let page =
-        reqwest::get(format!("{}/metrics", cluster.replicas[0].operations_url())).await.unwrap().text().await.unwrap();
+    let page = cluster.metrics_of(0).await.text;
     for line in [
         r#"node_log_gateway_store_failures_total{reason="credentials"} 2"#,
         r#"node_log_gateway_store_failures_total{reason="outage"} 0"#,

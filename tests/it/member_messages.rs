@@ -10,6 +10,7 @@ use nix::sys::signal::Signal;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
+use tests::cluster::metrics_page::MetricsPage;
 use tests::cluster::{AllocationHandle, NodeHandle, TestCluster, WAIT_TIMEOUT};
 use uuid::Uuid;
 
@@ -46,7 +47,7 @@ async fn unauthenticated_message_on_nats_has_no_effect() {
 
     expect_refused_messages(&cluster, "unstamped", 3.0).await;
     assert_eq!(allocation.get().await["state"], "active");
-    assert!(restarts_of(&cluster, "policy").await.iter().all(|restarts| *restarts == 0));
+    assert!(cluster.restarts_of("policy").await.values().all(|restarts| *restarts == 0));
     release_and_shut_down(cluster, &allocation).await;
 }
 
@@ -119,17 +120,9 @@ async fn replica_with_a_clock_30_s_off_answers_every_request_and_reports_the_ske
             }
         }
     }
-    let until = Instant::now() + WAIT_TIMEOUT;
-    loop {
-        let page = metrics(&cluster, 1).await;
-        let offset = page.lines().find_map(|line| line.strip_prefix("member_clock_offset_seconds ")).unwrap();
-        if (offset.parse::<f64>().unwrap() + 30.0).abs() < 3.0 {
-            break;
-        }
-        // The answer to a heartbeat that takes long makes it less exact.
-        assert!(Instant::now() < until, "{offset}");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+    // The answer to a heartbeat that takes long makes it less exact.
+    let is_behind = |page: &MetricsPage| (page.number("member_clock_offset_seconds") + 30.0).abs() < 3.0;
+    cluster.wait_for_metrics(1, is_behind).await;
     let warned = |line: &Value| line.to_string().contains("off Postgres' clock");
     assert!(cluster.replica_lines(1).iter().any(warned) && !cluster.replica_lines(0).iter().any(warned));
     cluster.service_clock.as_ref().unwrap().set_offset(TimeDelta::zero());
@@ -206,40 +199,17 @@ fn forged<M: Machine>(id: Uuid, command: &M::Command, action: Action) -> Vec<u8>
     json!({ "v": 1, "entity": entity, "asked": asked.with_key(key), "command": command }).to_string().into_bytes()
 }
 
-async fn metrics(cluster: &TestCluster, replica: usize) -> String {
-    let url = format!("{}/metrics", cluster.replicas[replica].operations_url());
-    reqwest::get(url).await.unwrap().text().await.unwrap()
-}
-
-/// The number of messages that the replicas have refused for this reason.
-async fn refused_messages(cluster: &TestCluster, reason: &str) -> f64 {
-    let mut count = 0.0;
-    for replica in 0..cluster.replicas.len() {
-        let page = metrics(cluster, replica).await;
-        let name = format!("member_messages_refused_total{{reason=\"{reason}\"}} ");
-        let value = page.lines().find_map(|line| line.strip_prefix(name.as_str())).map(str::parse::<f64>);
-        count += value.transpose().unwrap().unwrap_or(0.0);
-    }
-    count
-}
-
 /// Waits until the replicas have refused this many messages for this reason.
 async fn expect_refused_messages(cluster: &TestCluster, reason: &str, count: f64) {
     let until = Instant::now() + WAIT_TIMEOUT;
     loop {
-        let refused = refused_messages(cluster, reason).await;
+        let refused = cluster.metric_total("member_messages_refused_total", &[("reason", reason)]).await;
         if refused >= count {
             return;
         }
         assert!(Instant::now() < until, "{reason}: {refused} messages were refused");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-}
-
-async fn restarts_of(cluster: &TestCluster, worker: &str) -> Vec<u64> {
-    let tree = cluster.admin.get("/api/v1/admin/runtime/tree").await.ok();
-    let workers = tree["members"].as_array().unwrap().iter().flat_map(|member| member["workers"].as_array().unwrap());
-    workers.filter(|it| it["name"] == worker).map(|it| it["restarts"].as_u64().unwrap()).collect()
 }
 
 async fn release_and_shut_down(cluster: TestCluster, allocation: &AllocationHandle) {

@@ -34,14 +34,6 @@ async fn announce(by: &Client, message: &str) -> Value {
     by.post(BROADCAST, &json!({ "severity": "info", "message": message })).await.created()
 }
 
-/// A metric of the replica.
-async fn metric(cluster: &TestCluster, replica: usize, name: &str) -> u64 {
-    let url = format!("{}/metrics", cluster.replicas[replica].operations_url());
-    let page = reqwest::get(url).await.unwrap().text().await.unwrap();
-    let value = page.lines().find_map(|line| line.strip_prefix(&format!("{name} ")));
-    value.unwrap_or_else(|| panic!("there is no {name}")).parse().unwrap()
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn allocation_events_reach_their_user_at_every_replica_and_no_other_user() {
     let mut cluster = TestCluster::builder().replicas(2).start().await;
@@ -109,12 +101,12 @@ async fn allocation_events_reach_their_user_at_every_replica_and_no_other_user()
         event_types(&operator.drain().await).iter().all(|kind| kind.starts_with("node.")),
         "operators run the nodes"
     );
-    assert_eq!(metric(&cluster, 0, "ws_notifications_active_connections").await, 3);
-    assert!(metric(&cluster, 0, "ws_notifications_forwarded_messages_total").await >= 6);
-    assert_eq!(metric(&cluster, 0, "ws_notifications_write_errors_total").await, 0);
+    assert_eq!(cluster.metrics_of(0).await.number("ws_notifications_active_connections"), 3.0);
+    assert!(cluster.metrics_of(0).await.number("ws_notifications_forwarded_messages_total") >= 6.0);
+    assert_eq!(cluster.metrics_of(0).await.number("ws_notifications_write_errors_total"), 0.0);
     drop((here, there, other, operator, second, namesake));
     let until = Instant::now() + WAIT_TIMEOUT;
-    while metric(&cluster, 0, "ws_notifications_active_connections").await > 0 {
+    while cluster.metrics_of(0).await.number("ws_notifications_active_connections") > 0.0 {
         assert!(Instant::now() < until, "connections that are gone are counted");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -395,7 +387,7 @@ async fn subscriber_that_does_not_read_is_disconnected_with_a_reason_and_others_
     let subject = Channel::User(cluster.identity.person("user").unwrap().id.to_string().into()).subject();
     let filling = "x".repeat(7 * 1024);
     let (until, mut published) = (Instant::now() + WAIT_TIMEOUT, 0_u64);
-    while metric(&cluster, 0, "ws_notifications_write_errors_total").await == 0 {
+    while cluster.metrics_of(0).await.number("ws_notifications_write_errors_total") == 0.0 {
         assert!(Instant::now() < until, "{published} messages of 7 KiB each were taken by one who does not read");
         for _ in 0..16 {
             let message = json!({ "type": "filling", "number": published, "data": { "message": filling } });

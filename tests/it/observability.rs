@@ -1,16 +1,15 @@
 //! Observability: one trace through all processes, spans at a collector, metrics of every process, and its stats.
 
 mod collector;
-mod page;
 
 use async_nats::jetstream;
 use collector::Collector;
 use futures::StreamExt;
-use page::Page;
 use reqwest::Method;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
+use tests::cluster::metrics_page::MetricsPage;
 use tests::cluster::{AllocationHandle, GPUS, REGION, TestCluster, WAIT_TIMEOUT, id_of, node_body, ssh_public_key};
 use uuid::Uuid;
 
@@ -154,7 +153,7 @@ async fn every_process_serves_metrics_health_and_stats_in_every_role() {
         }
         let page = http.get(format!("{url}/metrics")).send().await.unwrap();
         assert!(page.headers()["content-type"].to_str().unwrap().starts_with("text/plain; version=0.0.4"));
-        figures.push(Page::parse(&page.text().await.unwrap()));
+        figures.push(MetricsPage::parse(&page.text().await.unwrap()));
 
         let stats = format!("{url}/api/v1/internal/stats");
         for wrong in ["", "Bearer", "Bearer wrong", "Basic d3Jvbmc6"] {
@@ -207,25 +206,13 @@ async fn every_process_serves_metrics_health_and_stats_in_every_role() {
     assert!(figures[0].value("http_requests_total", &polls) > Some(0.0));
     // A process without the API has the operations listener alone.
     assert!(http.get(cluster.replicas[1].public_url()).send().await.unwrap_err().is_connect());
-    eventually(&cluster, 1, |page| page.value("nats_consumer_lag", &[("stream", "PROVISIONING")]) == Some(0.0)).await;
+    cluster
+        .wait_for_metrics(1, |page| page.value("nats_consumer_lag", &[("stream", "PROVISIONING")]) == Some(0.0))
+        .await;
 
     allocation.release_fully().await;
     node.expect_all_free().await;
     cluster.shutdown().await;
-}
-
-/// Waits until a replica's metrics page satisfies the condition, and returns it.
-async fn eventually(cluster: &TestCluster, replica: usize, wanted: impl Fn(&Page) -> bool) -> String {
-    let until = Instant::now() + WAIT_TIMEOUT;
-    loop {
-        let page = reqwest::get(format!("{}/metrics", cluster.replicas[replica].operations_url())).await.unwrap();
-        let text = page.text().await.unwrap();
-        if wanted(&Page::parse(&text)) {
-            return text;
-        }
-        assert!(Instant::now() < until, "not in time: {text}");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
 }
 
 /// A node, a tenant with a key, and an allocation that has ended. Returns their ids.
@@ -249,7 +236,7 @@ async fn add_one_of_each(cluster: &TestCluster) -> Vec<String> {
 async fn expect_series_that_do_not_grow(cluster: &TestCluster) {
     const MORE: u32 = 100;
     let are_counted = |count: u32| {
-        move |page: &Page| {
+        move |page: &MetricsPage| {
             let of = |kind, state| page.value("entities_by_state", &[("kind", kind), ("state", state)]);
             [("node", "registered"), ("tenant", "present"), ("allocation", "released")]
                 .into_iter()
@@ -257,18 +244,18 @@ async fn expect_series_that_do_not_grow(cluster: &TestCluster) {
         }
     };
     add_one_of_each(cluster).await;
-    let before = Page::parse(&eventually(cluster, 0, are_counted(1)).await).series();
+    let before = cluster.wait_for_metrics(0, are_counted(1)).await.series();
     let mut ids = Vec::new();
     for _ in 0..MORE / 10 {
         let ten = futures::future::join_all((0..10).map(|_| add_one_of_each(cluster))).await;
         ids.extend(ten.into_iter().flatten());
     }
-    let text = eventually(cluster, 0, are_counted(MORE)).await;
-    let after = Page::parse(&text).series();
+    let page = cluster.wait_for_metrics(0, are_counted(MORE)).await;
+    let after = page.series();
     // Tables are measured for the first time 20 s after the start.
     let grown: Vec<_> = after.difference(&before).filter(|series| !series.starts_with("table_")).collect();
     assert!(grown.len() < MORE as usize / 2, "{} series came with {MORE} more of each: {grown:#?}", grown.len());
-    let named: Vec<_> = ids.iter().filter(|id| text.contains(id.as_str())).collect();
+    let named: Vec<_> = ids.iter().filter(|id| page.text.contains(id.as_str())).collect();
     assert!(named.is_empty(), "ids in the metrics: {named:?}");
 }
 
@@ -278,16 +265,16 @@ async fn queued_and_failed_allocations_show_in_metrics_whose_number_does_not_gro
     let node = cluster.node_with("h100", &["--simulate-failure", "provision"]).await;
     let failed = cluster.rent("h100", 1).await;
     failed.expect_state("released").await;
-    eventually(&cluster, 0, |page| page.value("provisioning_failures_total", &[]) == Some(1.0)).await;
+    cluster.wait_for_metrics(0, |page| page.value("provisioning_failures_total", &[]) == Some(1.0)).await;
 
     let body = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 8, "queue_seconds": 600 });
     cluster.restart_agent_with_flags(&node, &[]).await;
     let holder = cluster.rent_active("h100", 8).await;
     let queued = cluster.user.post("/api/v1/allocations", &body).await.created();
-    eventually(&cluster, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(1.0)).await;
+    cluster.wait_for_metrics(0, |page| page.value("provisioning_queue_depth", &[]) == Some(1.0)).await;
     let queued = AllocationHandle::new(id_of(&queued), cluster.user.clone());
     queued.release_fully().await;
-    eventually(&cluster, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(0.0)).await;
+    cluster.wait_for_metrics(0, |page| page.value("provisioning_queue_depth", &[]) == Some(0.0)).await;
     expect_series_that_do_not_grow(&cluster).await;
     holder.release_fully().await;
     cluster.allow_error("simulated_failure");
@@ -299,34 +286,35 @@ async fn invariant_violation_is_counted_and_logged_as_an_error() {
     let mut cluster = TestCluster::start().await;
     let node = cluster.node("h100").await;
     let allocation = cluster.rent_active("h100", 2).await;
-    let violations =
-        |id: &'static str| move |page: &Page| page.value("invariant_violations_total", &[("id", id)]) > Some(0.0);
+    let violations = |id: &'static str| {
+        move |page: &MetricsPage| page.value("invariant_violations_total", &[("id", id)]) > Some(0.0)
+    };
 
     // The allocation has GPUs that its node does not hold.
     let (body,): (Value,) =
         sqlx::query_as("SELECT body FROM entity WHERE id = $1").bind(node.id).fetch_one(&cluster.pool).await.unwrap();
     let emptied = "UPDATE entity SET body = jsonb_set(body, '{holds}', '{}') WHERE id = $1";
     sqlx::query(emptied).bind(node.id).execute(&cluster.pool).await.unwrap();
-    eventually(&cluster, 0, violations("I2")).await;
+    cluster.wait_for_metrics(0, violations("I2")).await;
     let mended = "UPDATE entity SET body = $2 WHERE id = $1";
     sqlx::query(mended).bind(node.id).bind(&body).execute(&cluster.pool).await.unwrap();
 
     // The history has a transition that the entity does not have.
     let ahead = "UPDATE history SET version = version + $2 WHERE entity = $1";
     sqlx::query(ahead).bind(allocation.id).bind(10).execute(&cluster.pool).await.unwrap();
-    eventually(&cluster, 0, violations("I1")).await;
+    cluster.wait_for_metrics(0, violations("I1")).await;
     sqlx::query(ahead).bind(allocation.id).bind(-10).execute(&cluster.pool).await.unwrap();
 
     // A node that waits for its enrollment without a deadline.
     let waiting = cluster.register("h100").await;
     cluster.bundle(&waiting).await;
     sqlx::query("DELETE FROM deadline WHERE entity = $1").bind(waiting.id).execute(&cluster.pool).await.unwrap();
-    eventually(&cluster, 0, violations("I8")).await;
+    cluster.wait_for_metrics(0, violations("I8")).await;
 
     // A user's transition without an audit row.
     let unseen = "UPDATE history SET actor = 'user:nobody' WHERE entity = $1 AND command = 'reserved'";
     sqlx::query(unseen).bind(allocation.id).execute(&cluster.pool).await.unwrap();
-    eventually(&cluster, 0, violations("I7")).await;
+    cluster.wait_for_metrics(0, violations("I7")).await;
 
     // A deleted account has a key again.
     let accounts = "/api/v1/service-accounts";
@@ -341,7 +329,7 @@ async fn invariant_violation_is_counted_and_logged_as_an_error() {
     cluster.user.delete(&format!("{accounts}/{}", id_of(&account))).await;
     let revived = "UPDATE entity SET body = jsonb_set(body, '{keys}', $2->'keys') WHERE id = $1";
     sqlx::query(revived).bind(id_of(&account)).bind(&with_key).execute(&cluster.pool).await.unwrap();
-    eventually(&cluster, 0, violations("I6")).await;
+    cluster.wait_for_metrics(0, violations("I6")).await;
 
     allocation.release_fully().await;
     cluster.allow_error("invariant_violated");

@@ -34,24 +34,13 @@ async fn postings(cluster: &TestCluster) -> Vec<(String, i64)> {
     all.split_off(1)
 }
 
-/// The sum of a metric over all replicas.
-async fn metric_total(cluster: &TestCluster, name: &str) -> u64 {
-    let mut sum = 0;
-    for replica in &cluster.replicas {
-        let text = reqwest::get(format!("{}/metrics", replica.operations_url())).await.unwrap().text().await.unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        sum += line.unwrap_or_else(|| panic!("there is no {name}")).parse::<u64>().unwrap();
-    }
-    sum
-}
-
 /// Waits until the sum of a metric is this: what is committed is counted a moment later.
-async fn expect_metric_total(cluster: &TestCluster, name: &str, expected: u64) {
+async fn expect_metric_total(cluster: &TestCluster, name: &str, expected: u32) {
     let until = Instant::now() + WAIT_TIMEOUT;
     loop {
-        let counted = metric_total(cluster, name).await;
-        if counted >= expected || Instant::now() > until {
-            assert_eq!(counted, expected, "{name}");
+        let counted = cluster.metric_total(name, &[]).await;
+        if counted >= f64::from(expected) || Instant::now() > until {
+            assert_eq!(counted, f64::from(expected), "{name}");
             return;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -320,7 +309,7 @@ async fn postgres_outage_makes_the_processor_resend_and_loses_nothing() {
     let answer = cluster.deliver(0, &paid).await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{answer}");
     assert!(answer.headers.contains_key("retry-after"));
-    assert!(metric_total(&cluster, "webhook_persist_failures_total").await >= 1);
+    assert!(cluster.metric_total("webhook_persist_failures_total", &[]).await >= 1.0);
     cluster.postgres.start_again().await;
     cluster.deliver_until_accepted(0, &paid).await;
     expect_balance(&cluster, CREDIT + 5_000).await;

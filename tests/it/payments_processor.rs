@@ -75,31 +75,17 @@ async fn payment_without_a_webhook_is_deposited_by_reconciliation() {
     // Two members reconcile in turns; a processor that is not reachable is counted.
     let monitoring = Monitoring::start(&cluster).await;
     cluster.payments().link.cut();
-    let failed = async |cluster: &TestCluster| {
-        let mut failed = 0.0;
-        for replica in 0..2 {
-            failed += metric(cluster, replica, "payments_reconcile_failed_total").await;
-        }
-        failed
-    };
-    eventually("a comparison failed", WAIT_TIMEOUT, async || failed(&cluster).await >= 2.0).await;
+    let failed = "payments_reconcile_failed_total";
+    eventually("a comparison failed", WAIT_TIMEOUT, async || cluster.metric_total(failed, &[]).await >= 2.0).await;
     let not_reconciled = monitoring.alertmanager.expect("tickets", "GPUAASPaymentsNotReconciled", true).await;
     assert_eq!(not_reconciled.runbook, "ops.webhook.outage");
     cluster.payments().link.restore();
     let second = cluster.top_up(DEPOSIT).await;
     assert_ne!(second.id, begun.id);
     expect_balance(&cluster, 2 * DEPOSIT - 1_500).await;
-    let missed = metric(&cluster, 0, "payments_reconcile_missed_total").await
-        + metric(&cluster, 1, "payments_reconcile_missed_total").await;
+    let missed = cluster.metric_total("payments_reconcile_missed_total", &[]).await;
     assert!(missed >= 1.0, "the refund at the processor, at least");
     cluster.shutdown().await;
-}
-
-async fn metric(cluster: &TestCluster, replica: usize, name: &str) -> f64 {
-    let url = format!("{}/metrics", cluster.replicas[replica].operations_url());
-    let text = reqwest::get(url).await.unwrap().text().await.unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("no {name}")).parse().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -19,14 +19,6 @@ async fn rent(user: &Client, gpus: u32) -> AllocationHandle {
     AllocationHandle::new(id_of(&created), user.clone())
 }
 
-/// The value of a metric without labels.
-async fn metric(cluster: &TestCluster, replica: usize, name: &str) -> f64 {
-    let url = format!("{}/metrics", cluster.replicas[replica].operations_url());
-    let page = reqwest::get(url).await.unwrap().text().await.unwrap();
-    let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-    value.unwrap_or_else(|| panic!("no {name} in {page}"))
-}
-
 async fn wait_until_owned_by(admin: &Client, members: usize) {
     let what = format!("{members} members own everything");
     let owns = |member: &&Value| member["shards"].as_array().is_some_and(|shards| !shards.is_empty());
@@ -55,9 +47,9 @@ async fn indexes_of_two_replicas_lack_no_commit_of_either_when_they_are_checked(
     // A check finds what a message did not bring.
     tokio::time::sleep(CHECKED_WITHIN).await;
     for replica in 0..2 {
-        assert_eq!(metric(&cluster, replica, "provisioning_index_nodes").await, 2.0);
-        let differences = metric(&cluster, replica, "provisioning_index_differences_total").await;
-        let gaps = metric(&cluster, replica, "provisioning_index_gaps_total").await;
+        assert_eq!(cluster.metrics_of(replica).await.number("provisioning_index_nodes"), 2.0);
+        let differences = cluster.metrics_of(replica).await.number("provisioning_index_differences_total");
+        let gaps = cluster.metrics_of(replica).await.number("provisioning_index_gaps_total");
         assert_eq!((differences, gaps), (0.0, 0.0), "replica {replica}");
     }
     cluster.shutdown().await;

@@ -22,7 +22,7 @@ async fn revoked_role_is_refused_by_every_replica_at_once() {
             at(replica).send_once(Method::GET, "/api/v1/admin/skus", None).await.expect_error(403, "forbidden");
         }
     }
-    let figures = cluster.operator_at(0).send_once(Method::GET, "/metrics", None).await.text;
+    let figures = cluster.metrics_of(0).await.text;
     for name in ["list_requests", "bind_requests", "revoke_requests", "mutation_success", "mutation_failure"] {
         assert!(figures.contains(&format!("api_platform_role_{name}_total")), "{figures}");
     }

@@ -6,12 +6,12 @@ use local_servers::ports::free_port;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::time::{Duration, Instant};
 use supervisors::process_roles::ProcessRole;
 use tests::cluster::fake_log_store::FakeLogStore;
+use tests::cluster::metrics_page::MetricsPage;
 use tests::cluster::terminal::TerminalRequest;
 use tests::cluster::webhook_receiver::WebhookReceiver;
-use tests::cluster::{AllocationHandle, TestCluster, TestClusterBuilder, WAIT_TIMEOUT, id_of};
+use tests::cluster::{AllocationHandle, TestCluster, TestClusterBuilder, id_of};
 
 /// The roles that listen where another role does, and the variable of their address.
 const LISTENERS: [(ProcessRole, &str); 2] =
@@ -49,28 +49,16 @@ async fn roles_in_processes_of_their_own_rent_and_bill_together_and_serve_metric
 
     let report = cluster.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let members = report["members"].as_array().unwrap();
-    for (replica, role) in cluster.replicas.iter().zip(ProcessRole::ALL) {
-        let sees = |page: &str, role: &ProcessRole| {
-            let line = format!("cluster_role_members{{role=\"{}\"}} 1", role.name());
-            page.lines().any(|at| at == line)
+    for (index, (replica, role)) in cluster.replicas.iter().zip(ProcessRole::ALL).enumerate() {
+        let sees = |page: &MetricsPage, role: &ProcessRole| {
+            page.value("cluster_role_members", &[("role", role.name())]) == Some(1.0)
         };
         // A member that was paused is seen again with its next heartbeat.
-        let until = Instant::now() + WAIT_TIMEOUT;
-        let page = loop {
-            let page =
-                reqwest::get(format!("{}/metrics", replica.operations_url())).await.unwrap().text().await.unwrap();
-            if ProcessRole::ALL.iter().all(|other| sees(&page, other)) || Instant::now() > until {
-                break page;
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        };
-        let has = |line: &str| page.lines().any(|at| at == line);
-        assert!(page.contains(&format!("roles=\"{}\"", role.name())), "{role:?}: {page}");
-        for other in ProcessRole::ALL {
-            assert!(sees(&page, &other), "{role:?} sees {other:?}: {page}");
-        }
-        let owns = if role == ProcessRole::Entities { "256" } else { "0" };
-        assert!(has(&format!("shards_owned {owns}")), "{role:?}");
+        let sees_all = |page: &MetricsPage| ProcessRole::ALL.iter().all(|other| sees(page, other));
+        let page = cluster.wait_for_metrics(index, sees_all).await;
+        assert!(page.text.contains(&format!("roles=\"{}\"", role.name())), "{role:?}: {}", page.text);
+        let owns = if role == ProcessRole::Entities { 256.0 } else { 0.0 };
+        assert_eq!(page.number("shards_owned"), owns, "{role:?}");
         let reported = members.iter().find(|member| member["name"] == replica.name()).unwrap();
         assert_eq!(reported["roles"], serde_json::json!([role.name()]));
     }
@@ -87,14 +75,6 @@ fn split(role: ProcessRole) -> TestClusterBuilder {
 /// An address that is behind no balancer.
 fn elsewhere() -> SocketAddr {
     (Ipv4Addr::LOCALHOST, free_port().unwrap()).into()
-}
-
-/// The value of a metric without labels, at one replica.
-async fn metric(cluster: &TestCluster, replica: usize, name: &str) -> u64 {
-    let url = format!("{}/metrics", cluster.replicas[replica].operations_url());
-    let page = reqwest::get(url).await.unwrap().text().await.unwrap();
-    let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("there is no {name}: {page}")).parse().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -114,8 +94,8 @@ async fn terminal_gateway_in_a_process_of_its_own_alone_serves_terminals() {
     terminal.attached().await;
     terminal.enter("echo $((6 * 7))-done\n").await;
     terminal.expect_output("42-done").await;
-    assert_eq!(metric(&cluster, 1, "terminal_connections").await, 1);
-    assert_eq!(metric(&cluster, 0, "terminal_connections").await, 0);
+    assert_eq!(cluster.metrics_of(1).await.number("terminal_connections"), 1.0);
+    assert_eq!(cluster.metrics_of(0).await.number("terminal_connections"), 0.0);
     terminal.enter("exit\n").await;
     rented.release_fully().await;
     cluster.shutdown().await;
@@ -140,8 +120,8 @@ async fn node_log_gateway_in_a_process_of_its_own_alone_passes_lines_on() {
     let pushed = node.push(&token, &batch).await;
     assert_eq!(pushed.status, 204, "{pushed:?}");
     assert_eq!(store.received().len(), 1);
-    assert_eq!(metric(&cluster, 1, "node_log_gateway_entries_total").await, 1);
-    assert_eq!(metric(&cluster, 0, "node_log_gateway_requests_total").await, 0);
+    assert_eq!(cluster.metrics_of(1).await.number("node_log_gateway_entries_total"), 1.0);
+    assert_eq!(cluster.metrics_of(0).await.number("node_log_gateway_requests_total"), 0.0);
     cluster.shutdown().await;
 }
 

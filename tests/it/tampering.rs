@@ -19,11 +19,8 @@ async fn alter(cluster: &TestCluster, id: Uuid, [from, to]: [&str; 2]) {
 
 /// The refusal of an entity's row is counted, which the alert `GPUAASSnapshotAltered` is about, and logged with the entity and the runbook.
 async fn expect_refusal_is_visible(cluster: &TestCluster, kind: &str, id: Uuid) {
-    let metrics = format!("{}/metrics", cluster.replicas[0].operations_url());
-    let page = reqwest::get(metrics).await.unwrap().text().await.unwrap();
-    let name = format!("snapshots_refused_total{{kind=\"{kind}\",why=\"altered\"}} ");
-    let counted = page.lines().find_map(|line| line.strip_prefix(&name)?.trim().parse::<f64>().ok());
-    assert!(counted.is_some_and(|counted| counted >= 1.0), "{name}: {counted:?}");
+    let counted = cluster.metric_total("snapshots_refused_total", &[("kind", kind), ("why", "altered")]).await;
+    assert!(counted >= 1.0, "{kind}: {counted}");
     let is_meant = |line: &&Value| {
         let message = line["message"].as_str().unwrap_or_default();
         line["level"] == "ERROR" && line["error_code"] == "snapshot_refused" && message.contains(&id.to_string())

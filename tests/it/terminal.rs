@@ -30,17 +30,6 @@ async fn expect_session(cluster: &TestCluster, session: Uuid, state: &str) -> Va
     cluster.admin.wait_until(&path, state, |session| session["state"] == state).await
 }
 
-/// The sum of a metric over all replicas.
-async fn metric_total(cluster: &TestCluster, name: &str) -> u64 {
-    let mut sum = 0;
-    for index in 0..cluster.replicas.len() {
-        let page = cluster.operator_at(index).send_once(Method::GET, "/metrics", None).await.text;
-        let line = page.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with(' '));
-        sum += line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or(0.0) as u64;
-    }
-    sum
-}
-
 async fn wait_for_prompt(terminal: &mut Terminal) {
     terminal.enter("PS1='ready> '; stty -echo; echo be''gun\n").await;
     terminal.expect_output("begun").await;
@@ -306,12 +295,13 @@ async fn one_of_fifty_sockets_with_one_token_opens_and_the_others_are_counted() 
         }
     }
     assert_eq!(open, 1);
-    for (name, expected) in [("terminal_token_consumed_ok_total", 1), ("terminal_token_replay_rejected_total", 49)] {
+    for (name, expected) in [("terminal_token_consumed_ok_total", 1.0), ("terminal_token_replay_rejected_total", 49.0)]
+    {
         let until = Instant::now() + WAIT_TIMEOUT;
-        while metric_total(&cluster, name).await < expected && Instant::now() < until {
+        while cluster.metric_total(name, &[]).await < expected && Instant::now() < until {
             tokio::time::sleep(SHORT).await;
         }
-        assert_eq!(metric_total(&cluster, name).await, expected, "{name}");
+        assert_eq!(cluster.metric_total(name, &[]).await, expected, "{name}");
     }
     cluster.shutdown().await;
 }

@@ -51,6 +51,7 @@ pub mod standby;
 mod storage_dump;
 pub mod terminal;
 pub mod test_machine;
+pub mod metrics_page;
 pub mod updatable_agent;
 pub mod webhook_receiver;
 

@@ -148,9 +148,7 @@ impl TestCluster {
     async fn terminal_streams(&self) -> Vec<u64> {
         let mut streams = Vec::new();
         for index in 0..self.replicas.len() {
-            let page = self.operator_at(index).send_once(Method::GET, "/metrics", None).await.text;
-            let count = page.lines().find_map(|line| line.strip_prefix("terminal_streams "));
-            streams.push(count.and_then(|count| count.parse().ok()).expect("it is counted"));
+            streams.push(self.metrics_of(index).await.number("terminal_streams") as u64);
         }
         streams
     }

@@ -1,20 +1,65 @@
-//! A metrics page in the Prometheus text format, parsed as strictly as the strictest parser does.
+//! What replicas count: the restarts of their workers, and their metrics, which are pages in the Prometheus text format, parsed as strictly as the strictest parser does.
 
+use super::{TestCluster, WAIT_TIMEOUT};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 /// Every sample by its name and labels.
-pub(super) struct Page {
+pub struct MetricsPage {
+    pub text: String,
     samples: BTreeMap<(String, BTreeMap<String, String>), f64>,
     /// The names of its metrics.
-    pub(super) families: BTreeSet<String>,
+    pub families: BTreeSet<String>,
 }
 
-impl Page {
+impl TestCluster {
+    /// The metrics of a replica that runs.
+    pub async fn metrics_of(&self, replica: usize) -> MetricsPage {
+        MetricsPage::parse(&self.operator_at(replica).get("/metrics").await.text)
+    }
+
+    /// The sum of a metric over all replicas, which run.
+    pub async fn metric_total(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let mut sum = 0.0;
+        for replica in 0..self.replicas.len() {
+            sum += self.metrics_of(replica).await.value(name, labels).unwrap_or(0.0);
+        }
+        sum
+    }
+
+    /// Waits until a replica's metrics satisfy the condition, and returns them.
+    pub async fn wait_for_metrics(&self, replica: usize, wanted: impl Fn(&MetricsPage) -> bool) -> MetricsPage {
+        let until = Instant::now() + WAIT_TIMEOUT;
+        loop {
+            let page = self.metrics_of(replica).await;
+            if wanted(&page) {
+                return page;
+            }
+            assert!(Instant::now() < until, "not in time: {}", page.text);
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    /// How often each member has restarted this worker, by the member's name. A member that answers late is missing.
+    pub async fn restarts_of(&self, worker: &str) -> BTreeMap<String, u64> {
+        let tree = self.admin.get("/api/v1/admin/runtime/tree").await.ok();
+        let members = tree["members"].as_array().expect("a tree has members").iter();
+        let restarts = |member: &Value| {
+            let row = member["workers"].as_array()?.iter().find(|row| row["name"] == worker)?;
+            Some((member["name"].as_str()?.to_owned(), row["restarts"].as_u64()?))
+        };
+        members.filter_map(restarts).collect()
+    }
+}
+
+impl MetricsPage {
     /// # Panics
     /// If the page does not conform to the format.
-    pub(super) fn parse(text: &str) -> Self {
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
         assert!(text.ends_with('\n'), "the last line has an end");
-        let mut page = Self { samples: BTreeMap::new(), families: BTreeSet::new() };
+        let mut page = Self { text: text.to_owned(), samples: BTreeMap::new(), families: BTreeSet::new() };
         let (mut helped, mut types) = (BTreeSet::new(), BTreeMap::new());
         let mut family = String::new();
         for line in text.lines() {
@@ -68,7 +113,8 @@ impl Page {
     }
 
     /// The sum of the samples with this name and these labels; `None` if there is none.
-    pub(super) fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
+    #[must_use]
+    pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let is_wanted =
             |found: &BTreeMap<String, String>| labels.iter().all(|(k, v)| found.get(*k).is_some_and(|it| it == v));
         let found: Vec<f64> = self
@@ -80,13 +126,21 @@ impl Page {
         (!found.is_empty()).then(|| found.iter().sum())
     }
 
+    /// The metric without labels of this name, which has to be there.
+    #[must_use]
+    pub fn number(&self, name: &str) -> f64 {
+        self.value(name, &[]).unwrap_or_else(|| panic!("there is no {name}: {}", self.text))
+    }
+
     /// Each series, by its name and labels.
-    pub(super) fn series(&self) -> BTreeSet<String> {
+    #[must_use]
+    pub fn series(&self) -> BTreeSet<String> {
         self.samples.keys().map(|(name, labels)| format!("{name}{labels:?}")).collect()
     }
 
     /// Whether there is a metric family of this name.
-    pub(super) fn has(&self, name: &str) -> bool {
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
         self.value(name, &[]).or_else(|| self.value(&format!("{name}_count"), &[])).is_some()
     }
 }
@@ -116,19 +170,24 @@ fn sample(line: &str) -> (String, BTreeMap<String, String>, f64) {
     (name.to_owned(), found, value.parse().unwrap_or_else(|_| panic!("no number: {line}")))
 }
 
-#[test]
-fn invalid_metrics_page_is_refused() {
-    let good = "# HELP a_total A.\n# TYPE a_total counter\na_total{k=\"v\"} 1\n";
-    assert_eq!(Page::parse(good).value("a_total", &[("k", "v")]), Some(1.0));
-    for bad in [
-        "a_total 1\n",
-        "# HELP a A.\n# TYPE a counter\na 1\n",
-        "# HELP a_total A.\n# TYPE a_total counter\na_total 1\na_total 2\n",
-        "# HELP a_total A.\n# TYPE a_total counter\nb_total 1\n",
-        "# HELP a_total A.\na_total 1\n",
-        "# HELP h H.\n# TYPE h histogram\nh_bucket{le=\"1\"} 2\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n",
-        "# HELP h H.\n# TYPE h histogram\nh_bucket{le=\"1\"} 1\nh_sum 1\nh_count 1\n",
-    ] {
-        assert!(std::panic::catch_unwind(|| Page::parse(bad)).is_err(), "{bad}");
+#[cfg(test)]
+mod tests {
+    use super::MetricsPage;
+
+    #[test]
+    fn invalid_metrics_page_is_refused() {
+        let good = "# HELP a_total A.\n# TYPE a_total counter\na_total{k=\"v\"} 1\n";
+        assert_eq!(MetricsPage::parse(good).value("a_total", &[("k", "v")]), Some(1.0));
+        for bad in [
+            "a_total 1\n",
+            "# HELP a A.\n# TYPE a counter\na 1\n",
+            "# HELP a_total A.\n# TYPE a_total counter\na_total 1\na_total 2\n",
+            "# HELP a_total A.\n# TYPE a_total counter\nb_total 1\n",
+            "# HELP a_total A.\na_total 1\n",
+            "# HELP h H.\n# TYPE h histogram\nh_bucket{le=\"1\"} 2\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n",
+            "# HELP h H.\n# TYPE h histogram\nh_bucket{le=\"1\"} 1\nh_sum 1\nh_count 1\n",
+        ] {
+            assert!(std::panic::catch_unwind(|| MetricsPage::parse(bad)).is_err(), "{bad}");
+        }
     }
 }
