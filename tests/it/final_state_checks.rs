@@ -5,41 +5,18 @@ use serde_json::json;
 use tests::cluster::TestCluster;
 use tests::cluster::gpuctl::PtySession;
 
-/// The panic message of this cluster's final checks.
-async fn complaint(cluster: TestCluster) -> String {
-    let ended = tokio::spawn(cluster.shutdown()).await;
-    let panic = ended.expect_err("this cluster must not end well").into_panic();
-    panic.downcast_ref::<String>().cloned().unwrap_or_default()
-}
-
 #[tokio::test(flavor = "multi_thread")]
-async fn secret_in_a_log_fails_the_test() {
+async fn logged_secret_stored_secret_and_undeclared_error_fail_the_test() {
     let mut cluster = TestCluster::start().await;
-    // Correlation ids are logged by design.
-    let sown = "Sown.By-This_Test";
-    let request = cluster.admin.request(Method::GET, "/api/v1/nothing").header("X-Correlation-Id", sown);
-    let answer = cluster.admin.send(request).await;
-    answer.expect_error(404, "not_found");
-    cluster.register_secret("what this test has sown", sown);
-    let message = complaint(cluster).await;
-    assert!(message.contains("what this test has sown stands in the log of replica-1"), "{message}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn secret_in_the_database_fails_the_test() {
-    let mut cluster = TestCluster::start().await;
-    // Names of keys are stored as they are by design.
-    let sown = "sown-by-this-test-0123456789";
-    let key = json!({ "name": sown, "public_key": tests::cluster::ssh_public_key("a") });
+    // Correlation ids are logged by design, and names of keys are stored as they are.
+    let (logged, stored) = ("Sown.By-This_Test", "sown-by-this-test-0123456789");
+    let request = cluster.admin.request(Method::GET, "/api/v1/nothing").header("X-Correlation-Id", logged);
+    cluster.admin.send(request).await.expect_error(404, "not_found");
+    let key = json!({ "name": stored, "public_key": tests::cluster::ssh_public_key("a") });
     cluster.user.post("/api/v1/ssh-keys", &key).await.created();
-    cluster.register_secret("what this test has sown", sown);
-    let message = complaint(cluster).await;
-    assert!(message.contains("what this test has sown stands in table "), "{message}");
-}
+    cluster.register_secret("what was logged", logged);
+    cluster.register_secret("what was stored", stored);
 
-#[tokio::test(flavor = "multi_thread")]
-async fn undeclared_error_fails_the_test() {
-    let mut cluster = TestCluster::start().await;
     let node = cluster.register("h100").await;
     cluster.replicas[0].stop().await;
     let statement = "UPDATE entity SET body = '{}' WHERE id = $1";
@@ -49,8 +26,16 @@ async fn undeclared_error_fails_the_test() {
     let answer = cluster.admin.send_once(Method::POST, &path, Some(&json!({}))).await;
     assert!(answer.status.is_server_error(), "{answer}");
     cluster.allow_parked(node.id);
-    let message = complaint(cluster).await;
-    assert!(message.contains("logged undeclared errors") && message.contains(&node.id.to_string()), "{message}");
+
+    let ended = tokio::spawn(cluster.shutdown()).await;
+    let panic = ended.expect_err("this cluster must not end well").into_panic();
+    let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+    for complaint in
+        ["what was logged is in the log of replica-1", "what was stored is in table ", "logged undeclared errors"]
+    {
+        assert!(message.contains(complaint), "{complaint}: {message}");
+    }
+    assert!(message.contains(&node.id.to_string()), "{message}");
 }
 
 /// A program exits before its output is read: all of the output is still received.

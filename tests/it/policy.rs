@@ -17,12 +17,12 @@ fn window(seconds: i64) -> Value {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn policy_value_applies_at_all_replicas_before_their_next_refresh_and_its_event_names_no_user() {
-    let cluster = TestCluster::builder().replicas(3).start().await;
+    let cluster = TestCluster::builder().replicas(2).start().await;
     let mut words = cluster.bus().await.subscribe("policy.invalidate.>").await.unwrap();
     let mut seen = Vec::new();
-    let admins: Vec<_> = (0..3).map(|index| cluster.at_replica(index, "admin")).collect();
-    for (n, admin) in admins.iter().enumerate() {
-        let value = 100 + i64::try_from(n).unwrap();
+    let admins: Vec<_> = (0..2).map(|index| cluster.at_replica(index, "admin")).collect();
+    for (n, value) in (100..103).enumerate() {
+        let admin = &admins[n % admins.len()];
         let mut body = window(value);
         body["scope"] = json!({ "user_id": "a.b.>" });
         let written = admin.post(VALUES, &body).await.created();

@@ -22,15 +22,15 @@ fn text(value: &Value, name: &str) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn revoked_key_is_refused_by_every_replica_from_the_response_on() {
     let mut cluster =
-        TestCluster::builder().replicas(3).policy("auth.service_account_token_ttl_seconds", 300).start().await;
+        TestCluster::builder().replicas(2).policy("auth.service_account_token_ttl_seconds", 300).start().await;
     let account = cluster.user.post(ACCOUNTS, &json!({ "name": "ci" })).await.created();
     let path = format!("{ACCOUNTS}/{}", id_of(&account));
     let key = async || cluster.user.send_once(Method::POST, &format!("{path}/keys"), None).await.created();
     let (old, new) = (key().await, key().await);
-    let replicas: Vec<_> = (0..3).map(|index| cluster.at_replica(index, "user")).collect();
+    let replicas: Vec<_> = (0..2).map(|index| cluster.at_replica(index, "user")).collect();
     let mut tokens = Vec::new();
     for (replica, key) in [&old, &new, &old].into_iter().enumerate() {
-        let answer = token_at(&cluster, replica, &text(&account, "id"), &text(key, "client_secret")).await.ok();
+        let answer = token_at(&cluster, replica % 2, &text(&account, "id"), &text(key, "client_secret")).await.ok();
         assert_eq!(answer["expires_in"], 300);
         tokens.push(text(&answer, "access_token"));
     }

@@ -40,6 +40,7 @@ pub mod ingress_proxy;
 mod logs;
 pub mod mail_server;
 mod member_bus;
+pub mod metrics_page;
 pub mod nats_cluster;
 pub mod notifications;
 pub mod patroni;
@@ -51,7 +52,6 @@ pub mod standby;
 mod storage_dump;
 pub mod terminal;
 pub mod test_machine;
-pub mod metrics_page;
 pub mod updatable_agent;
 pub mod webhook_receiver;
 
@@ -92,6 +92,8 @@ pub const CURRENCY: &str = "USD";
 
 /// The initial balance of each user of a cluster, in minor units: more than any test spends.
 pub const CREDIT: i64 = 100_000;
+
+const NO_REPLICA: &str = "no replica that serves the API trusts this cluster's identity provider";
 
 /// The timeout of every wait. It is generous, so that a slow machine makes a test slow and does not fail it.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -229,25 +231,30 @@ impl TestCluster {
 
     /// Opens the user's billing account, unless it exists, and credits it. Every user here rents from an account of their own.
     pub async fn credit(&self, username: &str, amount_minor: i64) -> Uuid {
+        let (_, admin) = self.trusting_replica(0).await.expect(NO_REPLICA);
+        self.credit_by(&admin, username, amount_minor).await
+    }
+
+    async fn credit_by(&self, admin: &Client, username: &str, amount_minor: i64) -> Uuid {
         let subject = self.identity.person(username).expect("the person can log in").id;
         let account = json!({ "user_id": subject, "currency": CURRENCY });
-        let admin = self.trusted_admin().await;
         let account = id_of(&admin.post("/api/v1/admin/billing/accounts", &account).await.ok());
         let credit = json!({ "amount_minor": amount_minor, "currency": CURRENCY, "reason": "a test needs it" });
         admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &credit).await.created();
         account
     }
 
-    /// The administrator, at a replica that serves the API and trusts this cluster's identity provider; a test may configure another.
-    async fn trusted_admin(&self) -> Client {
+    /// The administrator at the first replica from this index on that serves the API and trusts this cluster's identity provider; a test may
+    /// configure another.
+    async fn trusting_replica(&self, first: usize) -> Option<(usize, Client)> {
         let serves = |index: &usize| self.replicas[*index].pid().is_some() && self.replicas[*index].has_role("api");
-        for index in (0..self.replicas.len()).filter(serves) {
+        for index in (first..self.replicas.len()).filter(serves) {
             let admin = self.at_replica(index, "admin");
             if admin.get("/api/v1/admin/policies").await.status != StatusCode::UNAUTHORIZED {
-                return admin;
+                return Some((index, admin));
             }
         }
-        panic!("no replica that serves the API trusts this cluster's identity provider")
+        None
     }
 
     /// Registers a node of the SKU, without an agent.

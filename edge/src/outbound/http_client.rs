@@ -1,6 +1,7 @@
 //! Rules for every outbound HTTP request: TLS is required, and responses are bounded in length.
 
 use std::error::Error;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -8,6 +9,10 @@ use failures::retry_after;
 use reqwest::header::{CONTENT_TYPE, DATE, HeaderMap, RETRY_AFTER};
 use reqwest::{Certificate, Client, ClientBuilder, Response, Url, redirect};
 use wire::address::is_this_machine;
+
+/// Whether the system had an authority at the first client: some hundred files are read for it.
+static HAS_SYSTEM_AUTHORITIES: LazyLock<bool> =
+    LazyLock::new(|| !rustls_native_certs::load_native_certs().certs.is_empty());
 
 /// HTTPS, or HTTP on this machine.
 pub(crate) fn is_secure(address: &str) -> bool {
@@ -25,8 +30,7 @@ pub fn client_builder(authorities_pem: Option<&str>) -> Result<ClientBuilder, St
     let builder = Client::builder().redirect(redirect::Policy::none());
     let Some(pem) = authorities_pem else {
         // The library makes no client for an empty list of the system's.
-        let has_system_authorities = !rustls_native_certs::load_native_certs().certs.is_empty();
-        return Ok(if has_system_authorities { builder } else { builder.tls_certs_only([]) });
+        return Ok(if *HAS_SYSTEM_AUTHORITIES { builder } else { builder.tls_certs_only([]) });
     };
     let authorities = Certificate::from_pem_bundle(pem.as_bytes()).map_err(|error| error.to_string())?;
     Ok(builder.tls_certs_merge(authorities))

@@ -6,7 +6,7 @@ use super::flaky_link::FlakyLink;
 use super::payments::LinkedProcessor;
 use super::{CREDIT, ExpectedFindings, GPUS, TestCluster, simulated};
 use anyhow::Context as _;
-use futures::future::try_join_all;
+use futures::future::{join_all, try_join_all};
 use local_servers::balancer::Balancer;
 use local_servers::identity::browser_login::RegisteredConsole;
 use local_servers::identity::{self, IdentityProvider};
@@ -309,13 +309,10 @@ impl TestClusterBuilder {
             ended: false,
             folder: Some(holder),
         };
-        for (key, value) in policies(self.policies) {
-            cluster.set_policy(&key, value).await;
-        }
-        cluster.bind_by(&cluster.trusted_admin().await, "admin", "billing_operations").await;
-        for username in self.funded {
-            cluster.credit(&username, CREDIT).await;
-        }
+        cluster.set_policies(policies(self.policies)).await;
+        let (_, admin) = cluster.trusting_replica(0).await.context(super::NO_REPLICA)?;
+        cluster.bind_by(&admin, "admin", "billing_operations").await;
+        join_all(self.funded.iter().map(|username| cluster.credit_by(&admin, username, CREDIT))).await;
         Ok(cluster)
     }
 }

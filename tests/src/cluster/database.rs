@@ -5,7 +5,6 @@ use domain::allocation::Allocation;
 use domain::invariants;
 use domain::node::Node;
 use domain::{AllocationId, NodeId};
-use reqwest::StatusCode;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use sqlx::Row;
@@ -82,21 +81,28 @@ impl TestCluster {
 
     /// Sets a global policy value and waits until every replica that can be asked applies it.
     pub async fn set_policy(&self, key: &str, value: impl Into<Value>) {
-        let value = value.into();
-        let body = json!({ "key": key, "value": value, "reason": "a test" });
+        self.set_policies([(key.to_owned(), value.into())]).await;
+    }
+
+    /// As [`TestCluster::set_policy`], for several values in this order.
+    pub(super) async fn set_policies(&self, values: impl IntoIterator<Item = (String, Value)>) {
+        let (mut replicas, mut last, mut next) = (Vec::new(), None, 0);
+        while let Some((index, admin)) = self.trusting_replica(next).await {
+            replicas.push(admin);
+            next = index + 1;
+        }
+        assert!(!replicas.is_empty(), "{}", super::NO_REPLICA);
+        for (key, value) in values {
+            let body = json!({ "key": key, "value": value, "reason": "a test" });
+            replicas[0].post("/api/v1/admin/policy-values", &body).await.created();
+            last = Some((key, value));
+        }
+        let Some((key, value)) = last else { return };
+        // A replica reads all values at once: where the last one holds, the others do.
         let path = format!("/api/v1/admin/policy-values/resolve?key={key}");
-        let serving = (0..self.replicas.len()).filter(|index| self.replicas[*index].has_role("api"));
-        let mut written = false;
-        for index in serving {
-            let admin = self.at_replica(index, "admin");
-            // A replica that trusts another identity provider cannot be asked.
-            if admin.get(&path).await.status == StatusCode::UNAUTHORIZED {
-                continue;
-            }
-            if !std::mem::replace(&mut written, true) {
-                admin.post("/api/v1/admin/policy-values", &body).await.created();
-            }
-            admin.wait_until(&path, "the policy value holds", |resolved| resolved["value"] == value).await;
+        for admin in &replicas {
+            let holds = |resolved: &Value| resolved["value"] == value && resolved["source"] != "default";
+            admin.wait_until(&path, "the policy value holds", holds).await;
         }
     }
 

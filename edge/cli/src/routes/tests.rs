@@ -245,13 +245,12 @@ async fn every_command_sends_its_request_as_described() {
             ended = execute(arguments.command, connection) => (api.find(route), ended.err()),
         };
         let request = request.unwrap_or_else(|| panic!("{command_line:?} does not ask for {route}: {failure:?}"));
-        expect_described(&description, route, &request);
+        expect_described(&description, &api.operations[*route], route, &request);
     }
 }
 
 /// The request has what the description requires, and nothing that it does not know.
-fn expect_described(description: &Value, route: &str, request: &RecordedRequest) {
-    let operation = &operations(description)[route];
+fn expect_described(description: &Value, operation: &Value, route: &str, request: &RecordedRequest) {
     let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
     let in_query = |required: bool| -> BTreeSet<String> {
         let parameters = parameters.iter().filter(|parameter| parameter["in"] == "query");
