@@ -20,6 +20,7 @@ use actors::shell_dependencies::Environment;
 use axum::response::Response;
 use persistence::{Reads, Secrets};
 use prometheus::Registry;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,6 +77,25 @@ pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope_encryption::Key
 /// The one crypto provider, as `main` installs it.
 pub(crate) fn install_crypto() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+}
+
+/// The certificate of a server at `localhost`, of an authority of its own (PEM).
+#[derive(Clone)]
+pub(crate) struct LocalhostCertificate {
+    pub(crate) chain: String,
+    pub(crate) key: String,
+    pub(crate) authority: String,
+}
+
+impl LocalhostCertificate {
+    pub(crate) fn issue() -> Self {
+        let mut authority = CertificateParams::default();
+        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
+        Self { chain: leaf.pem(), key: key.serialize_pem(), authority: authority.pem() }
+    }
 }
 
 /// The services of a standalone replica over this host, without a payment processor and without internal tokens.

@@ -36,11 +36,11 @@ async fn token_enrolls_one_agent_of_its_node_once_and_before_it_expires() {
     let (one, other) = (cluster.register("h100").await, cluster.register("h100").await);
     let (of_one, of_other) = (cluster.bundle(&one).await, cluster.bundle(&other).await);
     let (mut foreign, _) = EnrollmentAttempt::valid(&of_one, GPUS);
-    foreign.node_id = other.id;
+    foreign.machine.node_id = other.id;
     let refused = foreign.enroll().await;
     refused.expect_error(401, "enrollment_rejected");
-    let (nobody, _) = EnrollmentAttempt::valid(&of_one, GPUS);
-    let nobody = EnrollmentAttempt { node_id: uuid::Uuid::now_v7(), ..nobody };
+    let (mut nobody, _) = EnrollmentAttempt::valid(&of_one, GPUS);
+    nobody.machine.node_id = uuid::Uuid::now_v7();
     let unknown = nobody.enroll().await;
     assert_eq!(
         unknown.expect_error(401, "enrollment_rejected").body["message"],

@@ -31,7 +31,7 @@ impl SickNode {
         let node = cluster.register(sku).await;
         let bundle = cluster.bundle(&node).await;
         let mut agent = FakeAgent::onboard(&bundle, GPUS).await;
-        agent.executor = executor;
+        agent.machine.executor = executor;
         let sick = Self { node, agent: Arc::new(agent) };
         sick.reports(&[]).await;
         sick

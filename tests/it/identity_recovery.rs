@@ -171,7 +171,7 @@ async fn invalid_recovery_changes_nothing_and_has_one_public_response() {
     let repeated = good.execute().await.ok();
     assert_eq!(repeated["recovery"], json!({ "identity_generation": 2, "remaining": 1 }));
     let (enrollment, _) = EnrollmentAttempt::valid(&bundle, GPUS);
-    let enrollment = EnrollmentAttempt { boot_id: agent.boot_id, recovery: agent.recovery.clone(), ..enrollment };
+    let enrollment = EnrollmentAttempt { machine: agent.machine.clone(), ..enrollment };
     let recovered = FakeAgent::with_identity(&enrollment, &key, &repeated);
     recovered.heartbeat().await.ok();
 

@@ -124,7 +124,7 @@ async fn rebooted_machine_keeps_its_allocation() {
     let task = agent.next_task().await;
     agent.report(task.task_id, &agent.success(&task)).await.ok();
     allocation.expect_state("active").await;
-    let before = std::mem::replace(&mut agent.boot_id, Uuid::new_v4());
+    let before = std::mem::replace(&mut agent.machine.boot_id, Uuid::new_v4());
     agent.heartbeat().await.ok();
     assert_eq!(allocation.get().await["state"], "active");
     assert_eq!(node.get().await["agent"]["boot_id"], agent.boot_id.to_string());
@@ -134,9 +134,9 @@ async fn rebooted_machine_keeps_its_allocation() {
     // The clean-up proof names the boot in which it was made.
     allocation.release().await;
     let task = agent.next_task().await;
-    let new_boot = std::mem::replace(&mut agent.boot_id, before);
+    let new_boot = std::mem::replace(&mut agent.machine.boot_id, before);
     let stale = agent.success(&task);
-    agent.boot_id = new_boot;
+    agent.machine.boot_id = new_boot;
     agent.report(task.task_id, &stale).await.ok();
     let says = |seen: &Value| seen["unschedulable_reason"].as_str().is_some_and(|why| why.contains("another boot"));
     cluster.admin.wait_until(&node.path(), "the node shows why it takes no tenant", says).await;

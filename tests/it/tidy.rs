@@ -35,7 +35,7 @@ const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 17] = [
     // The dependencies of an outside client: nothing that knows the service.
     ("gpuctl", &["failures"]),
     // The test world without processes; other crates have it as a dependency of their tests alone.
-    ("test-host", &["domain", "actors", "persistence"]),
+    ("test-host", &["domain", "actors", "persistence", "wire"]),
     (
         "tests",
         &[

@@ -3,7 +3,8 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::Duration;
-use tests::cluster::fake_agent::{FakeAgent, validation_report};
+use test_host::simulated_machine::validation_report;
+use tests::cluster::fake_agent::FakeAgent;
 use tests::cluster::{GPUS, NodeHandle, TestCluster};
 use uuid::Uuid;
 use wire::task::{Task, TaskResult};

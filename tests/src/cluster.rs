@@ -77,6 +77,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use supervisors::dev::agents::{AgentProcess, AgentSettings, SimulatedGpus};
 use supervisors::dev::replica::{Replica, ReplicaSettings};
+pub use test_host::simulated_machine::{GPU_MEMORY_MIB, GPU_MODEL};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
 
@@ -84,8 +85,6 @@ use wire::bundle::BootstrapBundle;
 pub const REGION: &str = "test-1";
 /// The default number of GPUs of a node.
 pub const GPUS: u32 = 8;
-pub const GPU_MODEL: &str = "H100";
-pub const GPU_MEMORY_MIB: u64 = 81_920;
 
 /// The currency of all prices.
 pub const CURRENCY: &str = "USD";

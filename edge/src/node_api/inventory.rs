@@ -214,12 +214,17 @@ fn refused(field: &str, what: impl std::fmt::Display) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node_api::tests::agent::h100s;
-    use wire::inventory::{GpuInfo, InstalledSystem};
+    use test_host::simulated_machine::SimulatedMachine;
+    use uuid::Uuid;
+    use wire::inventory::{GpuInfo, InstalledSystem, NodeInventory};
+
+    fn sent(gpus: u32) -> NodeInventory {
+        SimulatedMachine::new(Uuid::nil(), gpus).inventory()
+    }
 
     #[test]
     fn only_the_system_executor_isolates_devices() {
-        let mut sent = h100s(2);
+        let mut sent = sent(2);
         let stored = inventory(sent.clone()).unwrap();
         assert_eq!((stored.executor.as_str(), stored.isolates_devices), ("sandbox", false));
         assert_eq!((stored.gpu_source.as_str(), stored.gpus.len()), ("simulated", 2));
@@ -231,7 +236,7 @@ mod tests {
     #[test]
     fn impossible_inventory_is_refused_with_its_field() {
         let change = |change: fn(&mut wire::inventory::NodeInventory)| {
-            let mut sent = h100s(1);
+            let mut sent = sent(1);
             change(&mut sent);
             inventory(sent).unwrap_err().details()["field"].as_str().unwrap().to_owned()
         };
@@ -254,7 +259,7 @@ mod tests {
             uuids in proptest::collection::vec("(GPU-[0-9a-f]{2}|.{0,3}|x{95,98}|a,b|a b|\n)", 0..70),
             amount in proptest::prelude::any::<u64>(),
         ) {
-            let mut sent = h100s(1);
+            let mut sent = sent(1);
             let (vendor, model) = (texts[0].clone(), texts[1].clone());
             let gpu = GpuInfo { vendor, model, memory_mib: amount, ..sent.gpus.remove(0) };
             sent.gpus = uuids.into_iter().map(|uuid| GpuInfo { uuid, ..gpu.clone() }).collect();

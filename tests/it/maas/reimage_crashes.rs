@@ -113,7 +113,7 @@ async fn be_the_machine(
         Err(refused) => {
             assert_eq!(refused.status, StatusCode::UNAUTHORIZED, "{refused}");
             let (bundle, token) = (bundle.clone(), bundle.enrollment_token.clone());
-            let (recovery, boot_id) = (attempt.recovery.clone(), attempt.boot_id);
+            let (recovery, boot_id) = (attempt.machine.recovery.clone(), attempt.machine.boot_id);
             let (csr_pem, generation) = (attempt.csr_pem.clone(), 1);
             let lost = RecoveryAttempt { bundle, token, key: recovery, generation, csr_pem, boot_id };
             FakeAgent::with_identity(&attempt, &key, &lost.execute().await.ok())

@@ -1,4 +1,5 @@
-//! What replicas count: the restarts of their workers, and their metrics, which are pages in the Prometheus text format, parsed as strictly as the strictest parser does.
+//! What replicas count: the restarts of their workers, and their metrics, which are pages in the Prometheus text format, parsed as strictly as
+//! the strictest parser does.
 
 use super::{TestCluster, WAIT_TIMEOUT};
 use serde_json::Value;

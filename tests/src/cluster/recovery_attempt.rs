@@ -1,9 +1,10 @@
 //! Recovery requests of a fake agent: valid, or invalid in any field.
 
 use super::client::{ApiResponse, send_request};
-use super::fake_agent::{EnrollmentAttempt, FakeAgent, anonymous};
+use super::fake_agent::{FakeAgent, anonymous};
 use ed25519_dalek::SigningKey;
 use rcgen::KeyPair;
+use test_host::simulated_machine::{AGENT_VERSION, CertificateRequest};
 use uuid::Uuid;
 use wire::SecretToken;
 use wire::bundle::BootstrapBundle;
@@ -24,13 +25,13 @@ impl RecoveryAttempt {
     /// A valid attempt of this agent, from its first generation, for a new certificate key.
     #[must_use]
     pub fn of(agent: &FakeAgent) -> (Self, KeyPair) {
-        let (enrollment, key) = EnrollmentAttempt::valid(&agent.bundle, 0);
+        let CertificateRequest { key, csr_pem } = CertificateRequest::generate();
         let attempt = Self {
             bundle: agent.bundle.clone(),
             token: agent.bundle.enrollment_token.clone(),
             key: agent.recovery.clone(),
             generation: 1,
-            csr_pem: enrollment.csr_pem,
+            csr_pem,
             boot_id: agent.boot_id,
         };
         (attempt, key)
@@ -51,7 +52,7 @@ impl RecoveryAttempt {
             csr_pem: self.csr_pem.clone(),
             nonce_signature: Vec::new(),
             boot_id: self.boot_id,
-            agent_version: "0.0.0-hand".to_owned(),
+            agent_version: AGENT_VERSION.to_owned(),
             protocol: wire::PROTOCOL,
             verifier_set_version: 0,
         };

@@ -2,7 +2,7 @@
 //! `persistence`. `tests::cluster` is the other one, of real processes.
 //!
 //! A test chooses the store: Postgres through a committer ([`PgMember`] and [`PgTestStore`]), or memory ([`MemoryStore`]). [`TestHost`]
-//! owns every shard over it, in a [`TestEnvironment`] whose clock and policy the test sets.
+//! owns every shard over it, in a [`TestEnvironment`] whose clock and policy the test sets. [`simulated_machine`] is what both worlds have of an agent.
 
 // A step of the test world that fails is a failed test: it panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
@@ -12,6 +12,7 @@ mod environment;
 mod member;
 mod memory;
 mod node_fixture;
+pub mod simulated_machine;
 mod tls_listener;
 
 pub use captured_log::CapturedLog;

@@ -1,4 +1,4 @@
-use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
+use super::agent::Agent;
 use super::harness::{NodeApiHarness, TestResponse};
 use crate::api::node::bootstrap_bundle::bootstrap_bundle;
 use chrono::{DateTime, TimeDelta, Utc};
@@ -13,14 +13,19 @@ use rustls::pki_types::pem::PemObject;
 use secrecy::SecretString;
 use serde_json::{Value, json};
 use test_host::CapturedLog;
+use test_host::simulated_machine::{CertificateRequest, SimulatedMachine};
 use uuid::Uuid;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
 
+fn body_over(token: &str, csr_pem: &str) -> Value {
+    SimulatedMachine::new(Uuid::nil(), 2).enrollment_body(token, csr_pem)
+}
+
 /// A body that is in order, over a fresh key.
 fn body(token: &str) -> Value {
-    enrollment(token, &Applicant::new().csr_pem, &recovery_key(), Uuid::new_v4())
+    body_over(token, &CertificateRequest::generate().csr_pem)
 }
 
 #[tokio::test]
@@ -128,7 +133,7 @@ async fn a_request_for_foreign_names_or_as_an_authority_gets_a_plain_node_certif
     params.subject_alt_names.push(SanType::URI(foreign.clone().try_into().unwrap()));
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let csr = params.serialize_request(&key).unwrap().pem().unwrap();
-    let answer = harness.enroll(node_id, &enrollment(&token, &csr, &recovery_key(), Uuid::new_v4())).await;
+    let answer = harness.enroll(node_id, &body_over(&token, &csr)).await;
     let pem = answer.is(201)["certificate_pem"].as_str().unwrap();
     let der = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
     let (_, certificate) = X509Certificate::from_der(&der).unwrap();
@@ -287,7 +292,7 @@ async fn node_over_its_request_rate_gets_retry_after_and_others_are_unaffected()
 #[tokio::test]
 async fn renewed_certificate_and_its_predecessor_are_both_valid() {
     let (harness, agent) = NodeApiHarness::with_active_node().await;
-    let next = Applicant::new();
+    let next = CertificateRequest::generate();
     let answer = agent.post(&harness, "certificate/renew", &json!({ "csr_pem": next.csr_pem })).await;
     assert_eq!(answer.is(200)["recovery"], json!({"identity_generation": 1, "remaining": 5}));
     let renewed = agent.with(&harness, answer.body["certificate_pem"].as_str().unwrap(), &next.key);
@@ -349,12 +354,11 @@ async fn enrollment_with_an_uncertain_commit_completes() {
     let harness = NodeApiHarness::new().await;
     let node_id = harness.register().await;
     let token = harness.token(node_id, None).await;
-    let (applicant, recovery) = (Applicant::new(), recovery_key());
+    let (machine, request) = (SimulatedMachine::new(node_id, 2), CertificateRequest::generate());
     harness.memory.lose_next_response();
-    let answer =
-        harness.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &recovery, Uuid::new_v4())).await;
+    let answer = harness.enroll(node_id, &machine.enrollment_body(&token, &request.csr_pem)).await;
     let certificate = answer.is(201)["certificate_pem"].as_str().unwrap();
     assert!(!harness.memory.loses_next_response());
-    let agent = Agent::new(&harness, node_id, Uuid::new_v4(), recovery, certificate, &applicant.key);
+    let agent = Agent::new(&harness, machine, certificate, &request.key);
     agent.wait(&harness, 1).await.is(204);
 }

@@ -1,6 +1,6 @@
 //! The node API behind proxies. The changes that real proxies make to a request are tested in `tests/it/ingress.rs`.
 
-use super::agent::{Agent, Applicant, enrollment, recovery_key};
+use super::agent::Agent;
 use super::harness::{NodeApiHarness, TestResponse};
 use super::identity::{remove, short_lived};
 use crate::tls::forwarded_client_certificate::Forwarding;
@@ -15,6 +15,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use std::time::Duration;
+use test_host::simulated_machine::{CertificateRequest, SimulatedMachine};
 use uuid::Uuid;
 use wire::error::RECOVERABLE;
 
@@ -164,12 +165,16 @@ async fn forwarded_certificate_that_is_foreign_expired_or_of_a_removed_node_is_r
         let domain = TrustDomain::parse("gpu.example").unwrap();
         let now = Utc::now();
         let foreign = NodeCa::create(domain, now, now + TimeDelta::days(1)).unwrap().ca;
-        let issued = foreign.issue(agent.node_id, &Applicant::new().csr_pem, now, now + TimeDelta::hours(1)).unwrap();
+        let issued = foreign
+            .issue(agent.node_id, &CertificateRequest::generate().csr_pem, now, now + TimeDelta::hours(1))
+            .unwrap();
         let answer = wait_as(&harness, way, &agent, &issued.certificate_pem).await;
         let details = answer.is_refused_as("certificate_unknown");
         assert!(details.get(RECOVERABLE).is_none(), "a recovery changes no proxy: {details}");
         let stray = &harness.app.trust.keys.load().node;
-        let issued = stray.issue(agent.node_id, &Applicant::new().csr_pem, now, now + TimeDelta::hours(1)).unwrap();
+        let issued = stray
+            .issue(agent.node_id, &CertificateRequest::generate().csr_pem, now, now + TimeDelta::hours(1))
+            .unwrap();
         wait_as(&harness, way, &agent, &issued.certificate_pem).await.is_refused_as("certificate_unknown");
 
         let brief = short_lived(&harness, &agent, TimeDelta::milliseconds(1_500)).await;
@@ -212,7 +217,9 @@ async fn node_enrolls_through_a_proxy_and_is_limited_by_its_own_address() {
         harness.set_policy(PolicyKey::RateLimitEnrollment, 2);
         let node_id = harness.register().await;
         let token = harness.token(node_id, None).await;
-        let body = enrollment(&token, &Applicant::new().csr_pem, &recovery_key(), Uuid::new_v4()).to_string();
+        let body = SimulatedMachine::new(Uuid::nil(), 2)
+            .enrollment_body(&token, &CertificateRequest::generate().csr_pem)
+            .to_string();
         let path = format!("/internal/v1/nodes/{node_id}/enroll");
         let from = async |addresses: &str, body: &str| {
             let (client, headers) =

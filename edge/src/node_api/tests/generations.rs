@@ -1,7 +1,7 @@
 //! Agents of the two previous protocol generations (`agent/wire/tests/protocol`) are served: their recorded requests are accepted, and the
 //! responses contain every field that they read.
 
-use super::agent::{Agent, Applicant, h100s, recovery_key};
+use super::agent::Agent;
 use super::harness::{NodeApiHarness, TestResponse};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -11,7 +11,7 @@ use domain::node::Request;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::path::Path;
-use uuid::Uuid;
+use test_host::simulated_machine::{CertificateRequest, SimulatedMachine};
 use wire::cleanup_proof::{CleanupFinding, CleanupReport, FindingOutcome};
 use wire::{OLDEST_PROTOCOL, PROTOCOL, PublicKey};
 
@@ -97,19 +97,19 @@ fn missing(known: &Value, answer: &Value, at: &str) -> Vec<String> {
 async fn enrolled(generation: Generation, harness: &NodeApiHarness) -> (Agent, String) {
     let node_id = harness.register().await;
     let token = harness.token(node_id, None).await;
-    let (applicant, recovery, boot_id) = (Applicant::new(), recovery_key(), Uuid::new_v4());
+    let (machine, new) = (SimulatedMachine::new(node_id, 2), CertificateRequest::generate());
     let mut request = generation.with(
         "enroll_request",
         &json!({
-            "enrollment_token": token, "csr_pem": applicant.csr_pem, "boot_id": boot_id,
-            "recovery_public_key": PublicKey::from(&recovery).to_string(),
+            "enrollment_token": token, "csr_pem": new.csr_pem, "boot_id": machine.boot_id,
+            "recovery_public_key": PublicKey::from(&machine.recovery).to_string(),
         }),
     );
-    request["inventory"]["gpus"] = serde_json::to_value(h100s(2).gpus).unwrap();
+    request["inventory"]["gpus"] = json!(machine.inventory().gpus);
     let answer = harness.enroll(node_id, &request).await;
     generation.reads("enroll_answer", answer.is(201));
     let certificate = answer.body["certificate_pem"].as_str().unwrap();
-    (Agent::new(harness, node_id, boot_id, recovery, certificate, &applicant.key), token)
+    (Agent::new(harness, machine, certificate, &new.key), token)
 }
 
 #[tokio::test]
@@ -120,7 +120,7 @@ async fn agents_of_the_two_previous_protocols_enroll_work_and_renew() {
         generation.waits(&harness, &agent).await.is(204);
 
         let mut beat = generation.with("heartbeat", &json!({ "boot_id": agent.boot_id, "running": [] }));
-        beat["inventory"]["gpus"] = serde_json::to_value(h100s(2).gpus).unwrap();
+        beat["inventory"]["gpus"] = json!(agent.inventory().gpus);
         beat["health"]["status"] = "ok".into();
         beat["health"]["alerts"] = json!([]);
         let answer = agent.post(&harness, "heartbeat", &beat).await;
@@ -143,7 +143,7 @@ async fn agents_of_the_two_previous_protocols_enroll_work_and_renew() {
         generation.reports(&harness, &agent, &task, &gone).await;
         assert!(harness.node(agent.node_id).await.tenancy.holds.is_empty());
 
-        let renewal = generation.with("renew_request", &json!({ "csr_pem": Applicant::new().csr_pem }));
+        let renewal = generation.with("renew_request", &json!({ "csr_pem": CertificateRequest::generate().csr_pem }));
         let answer = agent.post(&harness, "certificate/renew", &renewal).await;
         generation.reads("enroll_answer", answer.is(200));
     }
@@ -175,7 +175,7 @@ async fn agent_of_an_older_protocol_with_recovery_recovers() {
     let path = format!("/internal/v1/nodes/{}/recover", agent.node_id);
     let nonce = harness.anonymous(Method::GET, &format!("{path}/nonce"), None).await;
     generation.reads("nonce_answer", nonce.is(200));
-    let applicant = Applicant::new();
+    let applicant = CertificateRequest::generate();
     let request = generation.with(
         "recover_request",
         &json!({

@@ -1,6 +1,6 @@
 //! The node API as it runs: a TLS listener, the actors behind it, and a store.
 
-use super::agent::{Agent, Applicant, enrollment_of, recovery_key};
+use super::agent::Agent;
 use crate::agent_package::AgentPackage;
 use crate::app_state::{Addresses, AppState, Parts};
 use crate::auth::jwks::{Jwks, JwksSettings};
@@ -9,7 +9,7 @@ use crate::auth::{Authenticator, TokenRules};
 use crate::http::long_poll::LongPolls;
 use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
 use crate::outbound::package_registry::PackageRegistry;
-use crate::testing::install_crypto;
+use crate::testing::{LocalhostCertificate, install_crypto};
 use crate::tls::connections::Connections;
 use crate::tls::forwarded_client_certificate::Forwarding;
 use crate::tls::proxies::Proxies;
@@ -26,21 +26,20 @@ use domain::authz::TokenRole;
 use domain::node::{Command, Instruction, Node, Reply, Request};
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::{AllocationId, Effect, NodeId, Principal, SkuId, Timestamp, TokenId};
+use ed25519_dalek::SigningKey;
 use ipnet::IpNet;
 use local_servers::test_database::TestDatabase;
 use persistence::pool::PoolConfig;
 use persistence::{Reads, Secrets};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use reqwest::Method;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore};
+use rustls::ClientConfig;
 use secrecy::{ExposeSecret, SecretSlice};
 use serde_json::Value;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use test_host::simulated_machine::{CertificateRequest, GPU_MEMORY_MIB, SimulatedMachine, client_tls};
 use test_host::{CapturedLog, MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, registration, system};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -57,7 +56,7 @@ pub(super) struct NodeApiHarness {
     /// The store, where it is not Postgres.
     pub(super) memory: Arc<MemoryStore>,
     environment: Arc<TestEnvironment>,
-    server_ca: CertificateDer<'static>,
+    server_ca_pem: String,
     tokens: Mutex<Vec<String>>,
     _serving: tokio_util::sync::DropGuard,
     _postgres: Option<TestDatabase>,
@@ -161,14 +160,14 @@ impl NodeApiHarness {
         let now = Utc::now();
         let node_ca = NodeCa::create(domain.clone(), now - TimeDelta::days(1), now + TimeDelta::days(365)).unwrap().ca;
         let keys = Keys {
-            task: TaskKeys::with_first_key(recovery_key(), now).unwrap(),
+            task: TaskKeys::with_first_key(new_key(), now).unwrap(),
             node: NodeAuthorities::with_first_key(node_ca, now).unwrap(),
-            service: ServiceKeys::with_first_key(recovery_key(), now),
-            member: MemberKeys::with_first_key(recovery_key(), now),
+            service: ServiceKeys::with_first_key(new_key(), now),
+            member: MemberKeys::with_first_key(new_key(), now),
         };
         let authorities_pem = keys.node.bundle_pem();
-        let tls = Tls::make();
-        let trust = crate::testing::trust(keys, secrets, tls.authority_pem);
+        let tls = LocalhostCertificate::issue();
+        let trust = crate::testing::trust(keys, secrets, tls.authority.clone());
         let jwks = Jwks::new(JwksSettings::new("http://127.0.0.1:1/realms/none")).unwrap();
         let authenticator = Authenticator::new(TokenRules::new("http://127.0.0.1:1/realms/none", "gpuaas"), jwks);
         let config = server_config(&ServerTls {
@@ -213,7 +212,7 @@ impl NodeApiHarness {
             closes,
             memory: Arc::default(),
             environment: host.environment,
-            server_ca: tls.authority,
+            server_ca_pem: tls.authority,
             tokens: Mutex::default(),
             _serving: stop.drop_guard(),
             _postgres: postgres,
@@ -278,7 +277,7 @@ impl NodeApiHarness {
         let node_id = Uuid::now_v7();
         let mut registration = registration(SkuId(Uuid::nil()), 2);
         (registration.host, registration.region_code) = ("10.0.0.1".to_owned(), "eu-1".to_owned());
-        (registration.sku.gpu_memory_mib, registration.sku.allowed_regions) = (81_559, vec!["eu-1".to_owned()]);
+        (registration.sku.gpu_memory_mib, registration.sku.allowed_regions) = (GPU_MEMORY_MIB, vec!["eu-1".to_owned()]);
         self.admin(node_id, Request::Register { registration: Box::new(registration), probe: None, machine: None })
             .await;
         node_id
@@ -297,11 +296,10 @@ impl NodeApiHarness {
     pub(super) async fn enrolled(&self) -> Agent {
         let node_id = self.register().await;
         let token = self.token(node_id, None).await;
-        let (applicant, recovery, boot_id) = (Applicant::new(), recovery_key(), Uuid::new_v4());
-        let answer =
-            self.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &recovery, boot_id)).await;
-        let certificate = answer.is(201)["certificate_pem"].as_str().unwrap().to_owned();
-        Agent::new(self, node_id, boot_id, recovery, &certificate, &applicant.key)
+        let (machine, request) = (SimulatedMachine::new(node_id, 2), CertificateRequest::generate());
+        let answer = self.enroll(node_id, &machine.enrollment_body(&token, &request.csr_pem)).await;
+        let certificate = answer.is(201)["certificate_pem"].as_str().unwrap();
+        Agent::new(self, machine, certificate, &request.key)
     }
 
     /// A node that accepts allocations.
@@ -346,19 +344,7 @@ impl NodeApiHarness {
     // ---- HTTP
 
     pub(super) fn tls(&self, identity: Option<(&str, &str)>) -> Arc<ClientConfig> {
-        let mut roots = RootCertStore::empty();
-        roots.add(self.server_ca.clone()).unwrap();
-        let builder = ClientConfig::builder().with_root_certificates(roots);
-        let mut config = match identity {
-            None => builder.with_no_client_auth(),
-            Some((certificate, key)) => {
-                let chain = CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<_, _>>().unwrap();
-                let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
-                builder.with_client_auth_cert(chain, key).unwrap()
-            }
-        };
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        Arc::new(config)
+        Arc::new(client_tls(&self.server_ca_pem, identity))
     }
 
     pub(super) fn client(&self, tls: &Arc<ClientConfig>) -> reqwest::Client {
@@ -433,27 +419,8 @@ pub(super) fn admin() -> Principal {
     test_host::caller("root", TokenRole::Admin)
 }
 
-struct Tls {
-    chain: String,
-    key: String,
-    authority: CertificateDer<'static>,
-    authority_pem: String,
-}
-
-impl Tls {
-    fn make() -> Self {
-        let mut authority = CertificateParams::default();
-        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
-        let key = KeyPair::generate().unwrap();
-        let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
-        Self {
-            chain: leaf.pem(),
-            key: key.serialize_pem(),
-            authority: authority.der().clone(),
-            authority_pem: authority.pem(),
-        }
-    }
+fn new_key() -> SigningKey {
+    SigningKey::from_bytes(&rand::random())
 }
 
 struct ImmediateEffects {

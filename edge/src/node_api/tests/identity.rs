@@ -1,4 +1,4 @@
-use super::agent::{Agent, Applicant};
+use super::agent::Agent;
 use super::harness::NodeApiHarness;
 use chrono::{TimeDelta, Utc};
 use domain::NodeId;
@@ -12,6 +12,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use test_host::simulated_machine::{CertificateRequest, SimulatedMachine};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, client::TlsStream};
@@ -62,8 +63,8 @@ fn http1(tls: &Arc<ClientConfig>) -> Arc<ClientConfig> {
 
 /// A certificate of the node that ends soon, known to its machine.
 pub(super) async fn short_lived(harness: &NodeApiHarness, agent: &Agent, life: TimeDelta) -> Agent {
-    let (applicant, now) = (Applicant::new(), Utc::now());
-    let issued = harness.app.trust.keys.load().node.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
+    let (request, now) = (CertificateRequest::generate(), Utc::now());
+    let issued = harness.app.trust.keys.load().node.issue(agent.node_id, &request.csr_pem, now, now + life).unwrap();
     let renew = Request::Renew {
         serial: agent.serial.clone(),
         issued: CertificateRecord {
@@ -74,7 +75,7 @@ pub(super) async fn short_lived(harness: &NodeApiHarness, agent: &Agent, life: T
         },
     };
     harness.ask(&Principal::Node(NodeId(agent.node_id)), agent.node_id, renew).await.unwrap();
-    agent.with(harness, &issued.certificate_pem, &applicant.key)
+    agent.with(harness, &issued.certificate_pem, &request.key)
 }
 
 #[tokio::test]
@@ -100,16 +101,16 @@ async fn request_without_a_certificate_or_with_another_nodes_is_refused() {
 async fn verified_certificate_unknown_to_the_node_is_refused() {
     let (harness, agent) = NodeApiHarness::with_active_node().await;
     // Signed by the authority, and never committed.
-    let (applicant, now) = (Applicant::new(), Utc::now());
+    let (request, now) = (CertificateRequest::generate(), Utc::now());
     let issued = harness
         .app
         .trust
         .keys
         .load()
         .node
-        .issue(agent.node_id, &applicant.csr_pem, now, now + TimeDelta::hours(1))
+        .issue(agent.node_id, &request.csr_pem, now, now + TimeDelta::hours(1))
         .unwrap();
-    let stray = agent.with(&harness, &issued.certificate_pem, &applicant.key);
+    let stray = agent.with(&harness, &issued.certificate_pem, &request.key);
     let answer = stray.wait(&harness, 1).await;
     assert_eq!(answer.is_refused_as("certificate_unknown")[RECOVERABLE], true, "a recovery replaces it");
     stray.send_heartbeat(&harness).await.is_refused_as("certificate_unknown");
@@ -117,9 +118,8 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
     // A node that the database has forgotten.
     let nobody = Uuid::now_v7();
     let issued =
-        harness.app.trust.keys.load().node.issue(nobody, &applicant.csr_pem, now, now + TimeDelta::hours(1)).unwrap();
-    let nobody =
-        Agent::new(&harness, nobody, agent.boot_id, agent.recovery.clone(), &issued.certificate_pem, &applicant.key);
+        harness.app.trust.keys.load().node.issue(nobody, &request.csr_pem, now, now + TimeDelta::hours(1)).unwrap();
+    let nobody = Agent::new(&harness, SimulatedMachine::new(nobody, 2), &issued.certificate_pem, &request.key);
     let answer = nobody.wait(&harness, 1).await;
     assert_eq!(answer.is_refused_as("certificate_unknown")[RECOVERABLE], Value::Null);
 }

@@ -1,4 +1,4 @@
-use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
+use super::agent::Agent;
 use super::harness::{NodeApiHarness, TestResponse};
 use chrono::TimeDelta;
 use domain::TokenId;
@@ -8,7 +8,9 @@ use ed25519_dalek::SigningKey;
 use reqwest::Method;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
+use std::ops::Deref;
 use test_host::CapturedLog;
+use test_host::simulated_machine::{AGENT_VERSION, CertificateRequest, SimulatedMachine};
 use uuid::Uuid;
 use wire::SecretToken;
 use wire::enroll::RecoverRequest;
@@ -17,23 +19,29 @@ use crate::auth::opaque_token::{TokenPurpose, mint};
 
 /// A machine that is enrolled, with all that its agent remembers.
 struct Machine {
-    node_id: Uuid,
+    machine: SimulatedMachine,
     token: String,
-    key: SigningKey,
-    boot_id: Uuid,
     generation: u64,
+}
+
+impl Deref for Machine {
+    type Target = SimulatedMachine;
+
+    fn deref(&self) -> &SimulatedMachine {
+        &self.machine
+    }
 }
 
 impl Machine {
     async fn enrolled(harness: &NodeApiHarness) -> (Self, Agent) {
         let node_id = harness.register().await;
         let token = harness.token(node_id, None).await;
-        let (applicant, key, boot_id) = (Applicant::new(), recovery_key(), Uuid::new_v4());
-        let answer = harness.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &key, boot_id)).await;
-        let certificate = answer.is(201)["certificate_pem"].as_str().unwrap().to_owned();
-        let agent = Agent::new(harness, node_id, boot_id, key.clone(), &certificate, &applicant.key);
+        let (machine, request) = (SimulatedMachine::new(node_id, 2), CertificateRequest::generate());
+        let answer = harness.enroll(node_id, &machine.enrollment_body(&token, &request.csr_pem)).await;
+        let certificate = answer.is(201)["certificate_pem"].as_str().unwrap();
+        let agent = Agent::new(harness, machine.clone(), certificate, &request.key);
         agent.send_heartbeat(harness).await.is(200);
-        (Self { node_id, token, key, boot_id, generation: 1 }, agent)
+        (Self { machine, token, generation: 1 }, agent)
     }
 
     fn path(&self) -> String {
@@ -46,19 +54,19 @@ impl Machine {
     }
 
     /// A recovery that is in order.
-    async fn request(&self, harness: &NodeApiHarness, applicant: &Applicant) -> RecoverRequest {
+    async fn request(&self, harness: &NodeApiHarness, new: &CertificateRequest) -> RecoverRequest {
         let mut request = RecoverRequest {
             enrollment_token: SecretToken::new(&self.token),
             identity_generation: self.generation,
             nonce: self.nonce(harness).await,
-            csr_pem: applicant.csr_pem.clone(),
+            csr_pem: new.csr_pem.clone(),
             nonce_signature: Vec::new(),
             boot_id: self.boot_id,
-            agent_version: "0.1.0".into(),
-            protocol: 3,
+            agent_version: AGENT_VERSION.into(),
+            protocol: wire::PROTOCOL,
             verifier_set_version: 0,
         };
-        request.sign(self.node_id, &self.key);
+        request.sign(self.node_id, &self.recovery);
         request
     }
 
@@ -70,8 +78,8 @@ impl Machine {
         harness.anonymous(Method::POST, &self.path(), Some(body.to_string().into_bytes())).await
     }
 
-    async fn recover(&self, harness: &NodeApiHarness, applicant: &Applicant) -> TestResponse {
-        self.send(harness, &self.request(harness, applicant).await).await
+    async fn recover(&self, harness: &NodeApiHarness, new: &CertificateRequest) -> TestResponse {
+        self.send(harness, &self.request(harness, new).await).await
     }
 }
 
@@ -82,10 +90,10 @@ async fn node_with_an_expired_certificate_recovers_with_token_generation_and_key
     let (machine, agent) = Machine::enrolled(&harness).await;
     harness.advance(TimeDelta::seconds(31));
     agent.reconnected(&harness).send_heartbeat(&harness).await.is_refused_as("certificate_expired");
-    let applicant = Applicant::new();
-    let answer = machine.recover(&harness, &applicant).await;
+    let new = CertificateRequest::generate();
+    let answer = machine.recover(&harness, &new).await;
     assert_eq!(answer.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
-    let recovered = agent.with(&harness, answer.body["certificate_pem"].as_str().unwrap(), &applicant.key);
+    let recovered = agent.with(&harness, answer.body["certificate_pem"].as_str().unwrap(), &new.key);
     recovered.send_heartbeat(&harness).await.is(200);
     assert_eq!(harness.node(machine.node_id).await.lifecycle.phase, Phase::Active);
     agent.reconnected(&harness).send_heartbeat(&harness).await.is_refused_as("certificate_unknown");
@@ -95,12 +103,12 @@ async fn node_with_an_expired_certificate_recovers_with_token_generation_and_key
 async fn recovery_with_a_lost_response_is_repeated_with_the_same_request() {
     let harness = NodeApiHarness::on_postgres().await;
     let (machine, agent) = Machine::enrolled(&harness).await;
-    let applicant = Applicant::new();
-    machine.recover(&harness, &applicant).await.is(200);
-    let repeated = machine.recover(&harness, &applicant).await;
+    let new = CertificateRequest::generate();
+    machine.recover(&harness, &new).await.is(200);
+    let repeated = machine.recover(&harness, &new).await;
     assert_eq!(repeated.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
     agent
-        .with(&harness, repeated.body["certificate_pem"].as_str().unwrap(), &applicant.key)
+        .with(&harness, repeated.body["certificate_pem"].as_str().unwrap(), &new.key)
         .send_heartbeat(&harness)
         .await
         .is(200);
@@ -110,7 +118,7 @@ async fn recovery_with_a_lost_response_is_repeated_with_the_same_request() {
 async fn concurrent_recoveries_with_one_nonce_succeed_once_without_a_clone_alarm() {
     let harness = NodeApiHarness::on_postgres().await;
     let (machine, _) = Machine::enrolled(&harness).await;
-    let request = machine.request(&harness, &Applicant::new()).await;
+    let request = machine.request(&harness, &CertificateRequest::generate()).await;
     let answers = futures::future::join_all((0..20).map(|_| machine.send(&harness, &request))).await;
     assert_eq!(answers.iter().filter(|answer| answer.status == 200).count(), 1);
     answers.iter().filter(|answer| answer.status != 200).for_each(|answer| {
@@ -124,10 +132,10 @@ async fn concurrent_recoveries_with_one_nonce_succeed_once_without_a_clone_alarm
 async fn recovery_with_an_old_generation_quarantines_the_node_as_a_clone() {
     let harness = NodeApiHarness::on_postgres().await;
     let (machine, agent) = Machine::enrolled(&harness).await;
-    let applicant = Applicant::new();
-    let first = machine.recover(&harness, &applicant).await;
-    let genuine = agent.with(&harness, first.is(200)["certificate_pem"].as_str().unwrap(), &applicant.key);
-    let clone = machine.recover(&harness, &Applicant::new()).await;
+    let new = CertificateRequest::generate();
+    let first = machine.recover(&harness, &new).await;
+    let genuine = agent.with(&harness, first.is(200)["certificate_pem"].as_str().unwrap(), &new.key);
+    let clone = machine.recover(&harness, &CertificateRequest::generate()).await;
     clone.refused(401, "enrollment_rejected");
     let correlation = clone.headers["x-correlation-id"].to_str().unwrap();
     assert_eq!(CapturedLog::of_process().lines_with(&[correlation, "an old identity generation", "\"WARN\""]).len(), 1);
@@ -145,10 +153,11 @@ async fn invalid_recovery_has_one_response_and_changes_nothing() {
     let harness = NodeApiHarness::on_postgres().await;
     let (machine, agent) = Machine::enrolled(&harness).await;
     let (other, _) = Machine::enrolled(&harness).await;
-    let never = Machine { node_id: harness.register().await, ..Machine::enrolled(&harness).await.0 };
-    let nowhere = Machine { node_id: Uuid::now_v7(), ..Machine::enrolled(&harness).await.0 };
-    let applicant = Applicant::new();
-    let good = machine.request(&harness, &applicant).await;
+    let never =
+        Machine { machine: SimulatedMachine::new(harness.register().await, 2), ..Machine::enrolled(&harness).await.0 };
+    let nowhere = Machine { machine: SimulatedMachine::new(Uuid::now_v7(), 2), ..Machine::enrolled(&harness).await.0 };
+    let new = CertificateRequest::generate();
+    let good = machine.request(&harness, &new).await;
     let signed = |change: &dyn Fn(&mut RecoverRequest), key: &SigningKey| {
         let mut request = good.clone();
         change(&mut request);
@@ -157,16 +166,16 @@ async fn invalid_recovery_has_one_response_and_changes_nothing() {
     };
     let foreign_nonce = other.nonce(&harness).await;
     let cases = [
-        (signed(&|_| {}, &recovery_key()), "the signature is not of the node's recovery key"),
+        (signed(&|_| {}, &other.recovery), "the signature is not of the node's recovery key"),
         (RecoverRequest { identity_generation: 2, ..good.clone() }, "the signature is not"),
-        (RecoverRequest { csr_pem: Applicant::new().csr_pem, ..good.clone() }, "the signature is not"),
+        (RecoverRequest { csr_pem: CertificateRequest::generate().csr_pem, ..good.clone() }, "the signature is not"),
         (RecoverRequest { nonce_signature: vec![0; 10_000], ..good.clone() }, "the signature is not"),
-        (signed(&|it| it.identity_generation = 2, &machine.key), "never of that generation"),
-        (signed(&|it| it.identity_generation = u64::MAX, &machine.key), "never of that generation"),
-        (signed(&|it| it.nonce = foreign_nonce.clone(), &machine.key), "the nonce was not given out here"),
-        (signed(&|it| it.nonce = "*".into(), &machine.key), "the nonce was not given out here"),
-        (signed(&|it| it.enrollment_token = SecretToken::new(&other.token), &machine.key), "it is another token"),
-        (signed(&|it| it.enrollment_token = SecretToken::new("x"), &machine.key), "not the form"),
+        (signed(&|it| it.identity_generation = 2, &machine.recovery), "never of that generation"),
+        (signed(&|it| it.identity_generation = u64::MAX, &machine.recovery), "never of that generation"),
+        (signed(&|it| it.nonce = foreign_nonce.clone(), &machine.recovery), "the nonce was not given out here"),
+        (signed(&|it| it.nonce = "*".into(), &machine.recovery), "the nonce was not given out here"),
+        (signed(&|it| it.enrollment_token = SecretToken::new(&other.token), &machine.recovery), "it is another token"),
+        (signed(&|it| it.enrollment_token = SecretToken::new("x"), &machine.recovery), "not the form"),
     ];
     for (request, cause) in cases {
         let answer = machine.send(&harness, &request).await;
@@ -175,10 +184,10 @@ async fn invalid_recovery_has_one_response_and_changes_nothing() {
         assert_eq!(CapturedLog::of_process().lines_with(&[correlation, cause, "\"WARN\""]).len(), 1, "{cause}");
     }
     for elsewhere in [&never, &nowhere] {
-        elsewhere.recover(&harness, &applicant).await.refused(401, "enrollment_rejected");
+        elsewhere.recover(&harness, &new).await.refused(401, "enrollment_rejected");
     }
     // Late by a second: the nonce has ended.
-    let late = machine.request(&harness, &applicant).await;
+    let late = machine.request(&harness, &new).await;
     harness.advance(TimeDelta::seconds(301));
     machine.send(&harness, &late).await.refused(401, "enrollment_rejected");
     agent.send_heartbeat(&harness).await.is(200);
@@ -189,7 +198,7 @@ async fn invalid_recovery_has_one_response_and_changes_nothing() {
 async fn malformed_recovery_is_refused_with_its_field() {
     let harness = NodeApiHarness::on_postgres().await;
     let (machine, _) = Machine::enrolled(&harness).await;
-    let good = serde_json::to_value(machine.request(&harness, &Applicant::new()).await).unwrap();
+    let good = serde_json::to_value(machine.request(&harness, &CertificateRequest::generate()).await).unwrap();
     for (field, value) in [
         ("identity_generation", json!(-1)),
         ("identity_generation", json!("1")),
@@ -215,7 +224,7 @@ async fn removed_node_cannot_recover() {
     let (machine, _) = Machine::enrolled(&harness).await;
     harness.admin(machine.node_id, Request::Retire { reason: "r".into(), drain: false }).await;
     harness.admin(machine.node_id, Request::Remove { reason: "r".into() }).await;
-    machine.recover(&harness, &Applicant::new()).await.refused(401, "enrollment_rejected");
+    machine.recover(&harness, &CertificateRequest::generate()).await.refused(401, "enrollment_rejected");
 }
 
 #[tokio::test]
@@ -231,10 +240,10 @@ async fn reissue_invalidates_the_old_token() {
         revoke_current_certificate: false,
     };
     harness.admin(machine.node_id, Request::Reissue(Box::new(reissue))).await;
-    machine.recover(&harness, &Applicant::new()).await.refused(401, "enrollment_rejected");
+    machine.recover(&harness, &CertificateRequest::generate()).await.refused(401, "enrollment_rejected");
     agent.send_heartbeat(&harness).await.is(200);
-    let (applicant, key) = (Applicant::new(), recovery_key());
-    let body = enrollment(minted.token.expose_secret(), &applicant.csr_pem, &key, Uuid::new_v4());
+    let reinstalled = SimulatedMachine::new(Uuid::nil(), 2);
+    let body = reinstalled.enrollment_body(minted.token.expose_secret(), &CertificateRequest::generate().csr_pem);
     let answer = harness.enroll(machine.node_id, &body).await;
     assert_eq!(answer.is(201)["recovery"], json!({"identity_generation": 2, "remaining": 5}));
     agent.reconnected(&harness).send_heartbeat(&harness).await.is_refused_as("certificate_unknown");

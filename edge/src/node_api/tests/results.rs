@@ -1,7 +1,8 @@
-use super::agent::{failed, proved, recovery_key, succeeded};
+use super::agent::{failed, proved, succeeded};
 use super::harness::NodeApiHarness;
 use domain::node::{HoldPhase, Phase};
 use serde_json::{Value, json};
+use test_host::simulated_machine::SimulatedMachine;
 use uuid::Uuid;
 use wire::cleanup_proof::FindingOutcome;
 use wire::task::TaskPayload;
@@ -119,18 +120,18 @@ async fn release_succeeds_only_with_a_proof_by_the_nodes_own_key() {
     agent.report(&harness, &task, &succeeded(task.attempt)).await.is(200);
 
     let task = release(&agent).await;
-    let forged = agent.clean(&task).seal(&recovery_key()).unwrap();
+    let forged = agent.cleanup_report(&task).seal(&SimulatedMachine::new(agent.node_id, 2).recovery).unwrap();
     agent.report(&harness, &task, &proved(task.attempt, &forged)).await.is(200);
 
     let task = release(&agent).await;
-    let mut left = agent.clean(&task);
+    let mut left = agent.cleanup_report(&task);
     left.findings[0].outcome = FindingOutcome::Present;
     left.findings[0].looked_for = "/home/gpu-x".into();
     let left = left.seal(&agent.recovery).unwrap();
     agent.report(&harness, &task, &proved(task.attempt, &left)).await.is(200);
 
     let task = release(&agent).await;
-    let mut rebooted = agent.clean(&task);
+    let mut rebooted = agent.cleanup_report(&task);
     rebooted.boot_id = Uuid::new_v4();
     let rebooted = rebooted.seal(&agent.recovery).unwrap();
     agent.report(&harness, &task, &proved(task.attempt, &rebooted)).await.is(200);
@@ -147,7 +148,7 @@ async fn release_succeeds_only_with_a_proof_by_the_nodes_own_key() {
     assert!(matches!(node.tenancy.holds[&allocation_id].phase, HoldPhase::ReleaseFailed { .. }));
 
     let task = release(&agent).await;
-    let proof = agent.clean(&task).seal(&agent.recovery).unwrap();
+    let proof = agent.cleanup_report(&task).seal(&agent.recovery).unwrap();
     let result = proved(task.attempt, &proof);
     assert_eq!(agent.report(&harness, &task, &result).await.is(200), &recorded("new"));
     let node = harness.node(agent.node_id).await;

@@ -3,12 +3,9 @@ use axum::{
     routing::get,
 };
 use chrono::{Duration as Days, Utc};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use rustls::{
-    ClientConfig, RootCertStore,
-    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject},
-};
+use rustls::{ClientConfig, pki_types::ServerName};
 use secrecy::SecretSlice;
+use test_host::simulated_machine::{CertificateRequest, client_tls};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_rustls::TlsConnector;
 use uuid::Uuid;
@@ -17,7 +14,7 @@ use super::*;
 use crate::http::correlation::Service;
 use crate::http::router_layers::with_common_layers;
 use crate::node_api::identity::NodeIdentity;
-use crate::testing::install_crypto;
+use crate::testing::{LocalhostCertificate, install_crypto};
 use crate::tls::{ServerTls, server_config, tickets::SharedTickets};
 use crate::trust::current_keys::{CurrentKeys, Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::trust::node_ca::NodeCa;
@@ -51,7 +48,7 @@ struct TlsHarness {
     stop: CancellationToken,
     serving: tokio::task::JoinHandle<io::Result<()>>,
     ca: NodeCa,
-    server_ca: CertificateDer<'static>,
+    settings: Settings,
 }
 
 fn domain() -> TrustDomain {
@@ -110,8 +107,8 @@ impl TlsHarness {
         };
         let tickets = SharedTickets::new(SecretSlice::from(vec![9; 32])).unwrap();
         let config = server_config(&ServerTls {
-            certificate_chain_pem: &settings.chain,
-            key_pem: &settings.key,
+            certificate_chain_pem: &settings.server.chain,
+            key_pem: &settings.server.key,
             client_authorities_pem: Some(settings.ca.0.as_str()),
             tickets: Some(Arc::new(tickets)),
         })
@@ -131,30 +128,18 @@ impl TlsHarness {
         };
         let serving = tokio::spawn(server.serve(listener, stop.clone()));
         let ca = NodeCa::load(domain(), &settings.ca.0, &settings.ca.1).unwrap();
-        Self { address, connections, stop, serving, ca, server_ca: settings.server_ca }
+        Self { address, connections, stop, serving, ca, settings }
     }
 
     fn certified(&self, node_id: Uuid, lives: Days) -> Identity {
-        let key = KeyPair::generate().unwrap();
-        let csr = CertificateParams::default().serialize_request(&key).unwrap().pem().unwrap();
-        let issued = self.ca.issue(node_id, &csr, Utc::now() - Days::minutes(2), Utc::now() + lives).unwrap();
+        let CertificateRequest { key, csr_pem } = CertificateRequest::generate();
+        let issued = self.ca.issue(node_id, &csr_pem, Utc::now() - Days::minutes(2), Utc::now() + lives).unwrap();
         Identity { certificate: issued.certificate_pem, key: key.serialize_pem() }
     }
 
     fn client(&self, identity: Option<&Identity>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
-        let mut roots = RootCertStore::empty();
-        roots.add(self.server_ca.clone()).unwrap();
-        let builder = ClientConfig::builder().with_root_certificates(roots);
-        let mut config = match identity {
-            None => builder.with_no_client_auth(),
-            Some(identity) => {
-                let chain =
-                    CertificateDer::pem_slice_iter(identity.certificate.as_bytes()).collect::<Result<_, _>>().unwrap();
-                builder
-                    .with_client_auth_cert(chain, PrivateKeyDer::from_pem_slice(identity.key.as_bytes()).unwrap())
-                    .unwrap()
-            }
-        };
+        let identity = identity.map(|it| (it.certificate.as_str(), it.key.as_str()));
+        let mut config = client_tls(&self.settings.server.authority, identity);
         config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
         Arc::new(config)
     }
@@ -172,26 +157,19 @@ struct Identity {
 
 #[derive(Clone)]
 struct Settings {
-    chain: String,
-    key: String,
-    server_ca: CertificateDer<'static>,
+    server: LocalhostCertificate,
     ca: (String, secrecy::SecretString),
 }
 
 impl Settings {
     fn make() -> Self {
-        let mut authority = CertificateParams::default();
-        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
-        let key = KeyPair::generate().unwrap();
-        let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
         let created = NodeCa::create(domain(), Utc::now() - Days::days(1), Utc::now() + Days::days(30)).unwrap();
-        Self {
-            chain: leaf.pem(),
-            key: key.serialize_pem(),
-            server_ca: authority.der().clone(),
-            ca: (created.ca.certificate_pem().to_owned(), created.key_pem),
-        }
+        Self { server: LocalhostCertificate::issue(), ca: (created.ca.certificate_pem().to_owned(), created.key_pem) }
+    }
+
+    /// The server's authority.
+    fn authority(&self) -> reqwest::Certificate {
+        reqwest::Certificate::from_pem(self.server.authority.as_bytes()).unwrap()
     }
 }
 
@@ -414,7 +392,7 @@ async fn headers_over_the_limits_are_refused() {
 async fn http_2_is_negotiated_where_the_client_offers_it() {
     let harness = TlsHarness::with(ListenerLimits::default()).await;
     let client = reqwest::Client::builder()
-        .tls_certs_only([reqwest::Certificate::from_der(&harness.server_ca).unwrap()])
+        .tls_certs_only([harness.settings.authority()])
         .resolve("localhost", harness.address)
         .build()
         .unwrap();
@@ -457,8 +435,8 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     );
     let settings = Settings::make();
     let config = server_config(&ServerTls {
-        certificate_chain_pem: &settings.chain,
-        key_pem: &settings.key,
+        certificate_chain_pem: &settings.server.chain,
+        key_pem: &settings.server.key,
         client_authorities_pem: None,
         tickets: None,
     })
@@ -477,9 +455,8 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     };
     tokio::spawn(server.serve(listener, CancellationToken::new()));
     for http1 in [true, false] {
-        let mut client = reqwest::Client::builder()
-            .tls_certs_only([reqwest::Certificate::from_der(&settings.server_ca).unwrap()])
-            .resolve("localhost", address);
+        let mut client =
+            reqwest::Client::builder().tls_certs_only([settings.authority()]).resolve("localhost", address);
         if http1 {
             client = client.http1_only();
         }

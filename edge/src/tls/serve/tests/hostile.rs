@@ -362,7 +362,7 @@ async fn endless_headers_end_the_connection() {
 async fn headers_over_the_limit_are_refused_over_http_2() {
     let harness = listener().await;
     let client = reqwest::Client::builder()
-        .tls_certs_only([reqwest::Certificate::from_der(&harness.server_ca).unwrap()])
+        .tls_certs_only([harness.settings.authority()])
         .resolve("localhost", harness.address)
         .build()
         .unwrap();
