@@ -60,6 +60,14 @@ async fn register(cluster: &TestCluster) -> NodeHandle {
     NodeHandle::of(&node, cluster.admin.clone())
 }
 
+/// A cluster with a node whose machine the provider has begun to deploy.
+async fn deploying(maas: &FakeMaas, builder: TestClusterBuilder) -> (TestCluster, NodeHandle) {
+    let cluster = start(maas, builder).await;
+    let node = register(&cluster).await;
+    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    (cluster, node)
+}
+
 /// The bundle in the user data of the machine's last deployment. All but node and token is as in any other node's bundle.
 async fn delivered_bundle(cluster: &mut TestCluster, maas: &FakeMaas, node_id: Uuid) -> BootstrapBundle {
     let other = cluster.register("h100").await;
@@ -104,6 +112,15 @@ async fn come_up(cluster: &mut TestCluster, maas: &FakeMaas, node: &NodeHandle, 
     let bundle = delivered_bundle(cluster, maas, node.id).await;
     let (answer, agent) = enroll(&bundle, machine_id).await;
     agent(answer.created())
+}
+
+/// The machine is deployed again and its node active: the end of a test.
+async fn expect_second_deployment(mut cluster: TestCluster, maas: &FakeMaas, node: &NodeHandle) {
+    maas.wait_for(MACHINE, "it is deployed again", |machine| machine.deployments.len() == 2).await;
+    let agent = come_up(&mut cluster, maas, node, "first").await;
+    agent.wait(1).await;
+    node.expect_state("active").await;
+    cluster.shutdown().await;
 }
 
 async fn expect_step(cluster: &TestCluster, node: &NodeHandle, step: &str) {
@@ -205,9 +222,7 @@ async fn deployment_that_is_slow_to_begin_is_requested_by_one_worker_alone() {
     let maas = FakeMaas::start().await;
     maas.delay_deployments(DELAY);
     let plan = builder(&maas).replicas(2).variable("MAAS_API_TIMEOUT_MS", "20000");
-    let mut cluster = start(&maas, plan).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) = deploying(&maas, plan).await;
     // Further looks, at a machine that is being deployed.
     tokio::time::sleep(LOOKS).await;
     assert_eq!(maas.deploy_requests(), 1, "another worker requests it with another token, which voids the first");
@@ -245,9 +260,7 @@ async fn slow_provider_is_asked_about_a_bounded_number_of_machines_at_once_and_n
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_deployment_marks_the_machine_as_broken_and_can_be_ordered_again() {
     let maas = FakeMaas::start().await;
-    let mut cluster = start(&maas, builder(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (cluster, node) = deploying(&maas, builder(&maas)).await;
     maas.change(MACHINE, |machine| machine.status = "Failed deployment");
     maas.wait_for(MACHINE, "it is marked as broken", |machine| machine.marked_broken == 1).await;
     expect_step(&cluster, &node, "failed").await;
@@ -256,19 +269,14 @@ async fn failed_deployment_marks_the_machine_as_broken_and_can_be_ordered_again(
     // An operator of the provider has repaired it.
     maas.change(MACHINE, |machine| (machine.status, machine.owner) = ("Ready", String::new()));
     node.order("reimage").await.ok();
-    maas.wait_for(MACHINE, "it is deployed again", |machine| machine.deployments.len() == 2).await;
-    let agent = come_up(&mut cluster, &maas, &node, "first").await;
-    agent.wait(1).await;
-    node.expect_state("active").await;
-    cluster.shutdown().await;
+    expect_second_deployment(cluster, &maas, &node).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn whole_node_is_reinstalled_after_its_tenant_and_free_only_with_a_new_system() {
     let maas = FakeMaas::start().await;
-    let mut cluster = start(&maas, builder(&maas).policy("allocation.isolation_model", "full-reimage")).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) =
+        deploying(&maas, builder(&maas).policy("allocation.isolation_model", "full-reimage")).await;
     let agent = come_up(&mut cluster, &maas, &node, "first").await;
     agent.wait(1).await;
     expect_step(&cluster, &node, "deployed").await;

@@ -1,6 +1,6 @@
 //! A machine that another user of the provider has is touched in no step.
 
-use super::{LONG, LOOKS, MACHINE, builder, come_up, expect_status, expect_step, register, start};
+use super::{LONG, LOOKS, MACHINE, builder, come_up, deploying, expect_status, expect_step};
 use tests::cluster::fake_maas::FakeMaas;
 
 const OTHER: &str = "somebody";
@@ -16,9 +16,7 @@ fn give_back(maas: &FakeMaas) {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_of_another_user_is_neither_deployed_nor_marked_nor_released() {
     let maas = FakeMaas::start().await;
-    let mut cluster = start(&maas, builder(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) = deploying(&maas, builder(&maas)).await;
     take(&maas);
     expect_step(&cluster, &node, "failed").await;
     let failed = node.get().await;

@@ -1,7 +1,7 @@
 //! SIGKILL of the replica at each commit of a reimage, before it is durable and after: the machine is erased and deployed once, and no GPU is free
 //! before the new system is validated.
 
-use super::{GPUS, IMAGE, MACHINE, builder, bundle_with_delivered_token, come_up, expect_step, register, start};
+use super::{GPUS, IMAGE, MACHINE, builder, bundle_with_delivered_token, come_up, deploying, expect_step};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use sqlx::{PgPool, Row as _};
@@ -34,9 +34,7 @@ async fn kill_after_any_commit_of_a_reimage_erases_and_deploys_once() {
 
 async fn reimage_with_kills(fate: StatementFate) {
     let maas = Arc::new(FakeMaas::start().await);
-    let mut cluster = start(&maas, builder(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) = deploying(&maas, builder(&maas)).await;
     let agent = come_up(&mut cluster, &maas, &node, "system 1").await;
     agent.wait(1).await;
     node.expect_state("active").await;

@@ -1,8 +1,7 @@
 //! A fleet in which the image changes: each machine has to show the image that its own deployment was ordered with.
 
 use super::{
-    GPUS, MACHINE, come_up, delivered_bundle, enroll, enroll_with, expect_step, register, reinstall, start,
-    with_settings,
+    GPUS, MACHINE, come_up, delivered_bundle, deploying, enroll, enroll_with, expect_step, reinstall, with_settings,
 };
 use serde_json::{Value, json};
 use tests::cluster::fake_maas::FakeMaas;
@@ -16,9 +15,7 @@ const SECOND_DIGEST: &str = "sha256:of-the-second-image";
 async fn machine_is_reinstalled_with_the_image_of_the_changed_settings_and_an_order_before_them_keeps_its_own() {
     let maas = FakeMaas::start().await;
     let plan = with_settings(&maas).policy("maas.enabled", true).variable("MAAS_IMAGE", FIRST);
-    let mut cluster = start(&maas, plan).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) = deploying(&maas, plan).await;
     come_up(&mut cluster, &maas, &node, "system 1").await.wait(1).await;
     node.expect_state("active").await;
     expect_step(&cluster, &node, "deployed").await;

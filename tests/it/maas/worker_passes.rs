@@ -1,7 +1,10 @@
 //! What a pass of the worker does while a call or a commit has not ended, where the node refuses a token, and where the machine is broken,
 //! deleted, released by others, or in a status that is unknown.
 
-use super::{LONG, LOOKS, MACHINE, builder, come_up, expect_status, expect_step, register, reinstall, start};
+use super::{
+    LONG, LOOKS, MACHINE, builder, come_up, deploying, expect_second_deployment, expect_status, expect_step, register,
+    reinstall, start,
+};
 use domain::{Event, NodeId};
 use serde_json::json;
 use sqlx::PgPool;
@@ -100,9 +103,7 @@ async fn machine_is_not_allocated_where_its_node_was_removed_while_the_provider_
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_is_not_marked_as_broken_where_its_reimage_was_ordered_while_the_provider_answered() {
     let maas = FakeMaas::start().await;
-    let cluster = start(&maas, patient(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (cluster, node) = deploying(&maas, patient(&maas)).await;
     maas.hold_reads();
     maas.change(MACHINE, |machine| machine.status = "Failed deployment");
     maas.expect_held_read().await;
@@ -121,9 +122,7 @@ async fn machine_is_not_marked_as_broken_where_its_reimage_was_ordered_while_the
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_was_given_up_while_the_provider_answered_is_not_released() {
     let maas = FakeMaas::start().await;
-    let mut cluster = start(&maas, patient(&maas).policy("maas.release_timeout_seconds", 5)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) = deploying(&maas, patient(&maas).policy("maas.release_timeout_seconds", 5)).await;
     node.order("retire").await.ok();
     maas.hold_reads();
     node.order("remove").await.accepted();
@@ -142,9 +141,7 @@ async fn machine_that_was_given_up_while_the_provider_answered_is_not_released()
 #[tokio::test(flavor = "multi_thread")]
 async fn reimage_of_a_broken_machine_waits_until_it_is_repaired() {
     let maas = FakeMaas::start().await;
-    let mut cluster = start(&maas, builder(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (cluster, node) = deploying(&maas, builder(&maas)).await;
     maas.change(MACHINE, |machine| machine.status = "Failed deployment");
     maas.wait_for(MACHINE, "it is marked as broken", |machine| machine.marked_broken == 1).await;
     expect_step(&cluster, &node, "failed").await;
@@ -160,19 +157,13 @@ async fn reimage_of_a_broken_machine_waits_until_it_is_repaired() {
     );
     // An operator of the provider has repaired it.
     maas.change(MACHINE, |machine| (machine.status, machine.owner) = ("Ready", String::new()));
-    maas.wait_for(MACHINE, "it is deployed again", |machine| machine.deployments.len() == 2).await;
-    let agent = come_up(&mut cluster, &maas, &node, "first").await;
-    agent.wait(1).await;
-    node.expect_state("active").await;
-    cluster.shutdown().await;
+    expect_second_deployment(cluster, &maas, &node).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deployment_goes_on_in_an_unknown_status_and_fails_where_the_machine_was_deleted() {
     let maas = FakeMaas::start().await;
-    let cluster = start(&maas, builder(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (cluster, node) = deploying(&maas, builder(&maas)).await;
     maas.change(MACHINE, |machine| machine.status = "Testing the future");
     expect_status(&cluster, &node, "Testing the future").await;
     let waiting = node.get().await;
@@ -190,9 +181,7 @@ async fn deployment_goes_on_in_an_unknown_status_and_fails_where_the_machine_was
 #[tokio::test(flavor = "multi_thread")]
 async fn node_whose_machine_others_have_released_is_quarantined_at_the_next_look() {
     let maas = FakeMaas::start().await;
-    let mut cluster = start(&maas, builder(&maas)).await;
-    let node = register(&cluster).await;
-    maas.wait_for(MACHINE, "its deployment began", |machine| machine.deployments.len() == 1).await;
+    let (mut cluster, node) = deploying(&maas, builder(&maas)).await;
     let agent = come_up(&mut cluster, &maas, &node, "first").await;
     agent.wait(1).await;
     node.expect_state("active").await;
