@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Samples that are retained.
-const SAMPLES_KEPT: Duration = Duration::from_secs(90 * 24 * 60 * 60);
+const SAMPLE_RETENTION: Duration = Duration::from_secs(90 * 24 * 60 * 60);
 /// Growth is that since the oldest sample within this time.
 const GROWTH_WINDOW: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 /// A sample that is younger says nothing of a day.
@@ -98,7 +98,7 @@ pub async fn store_sample(
     .doing(DOING)?;
     sqlx::query("DELETE FROM table_size WHERE measured_at < $1 - make_interval(secs => $2)")
         .bind(now)
-        .bind(SAMPLES_KEPT.as_secs_f64())
+        .bind(SAMPLE_RETENTION.as_secs_f64())
         .execute(pool)
         .await
         .doing(DOING)?;

@@ -75,7 +75,7 @@ const ENTITIES: &[ProcessRole] = &[ProcessRole::Entities];
 const RELAY: &[ProcessRole] = &[ProcessRole::OutboxRelay];
 const NOTIFY: &[ProcessRole] = &[ProcessRole::NotificationRelay];
 const REACT: &[ProcessRole] = &[ProcessRole::Provisioning];
-const PLACES: &[ProcessRole] = &[ProcessRole::Entities, ProcessRole::Provisioning];
+const PLACEMENT: &[ProcessRole] = &[ProcessRole::Entities, ProcessRole::Provisioning];
 const API: &[ProcessRole] = &[ProcessRole::Api];
 const NODE_API: &[ProcessRole] = &[ProcessRole::NodeApi, ProcessRole::NodeLogGateway];
 const WEBHOOK: &[ProcessRole] = &[ProcessRole::Webhook];
@@ -205,9 +205,9 @@ tree! {
         "consumer of stream BILLING";
     "reconciliation" in "provisioning", REACT, ALWAYS, NotNeeded, WithParent, Hidden, Optional(payments::reconciliation::start) =>
         "compares payments with the payment processor's";
-    "placement-index" in "root", PLACES, ALWAYS, NotNeeded, Reactions, Hidden, Task(placement_index::start) =>
+    "placement-index" in "root", PLACEMENT, ALWAYS, NotNeeded, Reactions, Hidden, Task(placement_index::start) =>
         "compares the index of free GPUs with the database";
-    "placement-feed" in "placement-index", PLACES, ALWAYS, NotNeeded, WithParent, Hidden, Task(placement_index::start_listener) =>
+    "placement-feed" in "placement-index", PLACEMENT, ALWAYS, NotNeeded, WithParent, Hidden, Task(placement_index::start_listener) =>
         "receives the free GPUs of nodes that changed";
     "edge" in "root", EVERY, BOUNDED, MustNotPark, Edge, Hidden, Group =>
         "listeners";

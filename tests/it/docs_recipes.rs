@@ -18,7 +18,7 @@ use tokio::process::Command;
 /// A recipe: a page of the book and a heading of it. The shell code below the heading, up to the next one, is the recipe's.
 pub(crate) type Recipe = (&'static str, &'static str);
 
-const BY_HAND: [Recipe; 4] = [
+const ONBOARDING: [Recipe; 4] = [
     ("start/first-rental.md", "Prepare a shell"),
     ("start/first-rental.md", "Offer a SKU"),
     ("start/first-rental.md", "Register a node"),
@@ -151,7 +151,7 @@ async fn the_operators_recipes_hold_word_by_word() {
     let folder = followed(&cluster);
     let rotation = recipe(CA_ROTATION);
     let mut script = "trap 'kill \"$agent\" \"$(cat \"$ingress/pid\")\"' EXIT\n".to_owned();
-    script.push_str(&recipes(&[BY_HAND, TROUBLESHOOTING].concat()));
+    script.push_str(&recipes(&[ONBOARDING, TROUBLESHOOTING].concat()));
     script.push_str("echo '--- CA rotation'\n");
     script.push_str(&rotation);
     script.push_str(
@@ -276,7 +276,7 @@ async fn by_command_line_an_operator_rolls_out_an_update_pauses_it_resumes_it_an
 async fn printed_address_and_token_open_a_terminal_in_a_browser() {
     let cluster = TestCluster::builder().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
     let folder = followed(&cluster);
-    let names = [&BY_HAND[..], &IN_A_BROWSER].concat();
+    let names = [&ONBOARDING[..], &IN_A_BROWSER].concat();
     let script = format!("trap 'kill \"$agent\"' EXIT\n{}read -r _\n", recipes(&names));
     let home = folder.path().display().to_string();
     let mut screen = PtySession::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);

@@ -103,8 +103,9 @@ fn domain_depends_on_plain_data_crates_alone() {
 #[test]
 fn every_variable_of_an_installation_is_documented() {
     let page = std::fs::read_to_string(root().join("deploy/docs/src/reference/configuration.md")).unwrap();
-    let sources = ["config.rs", "config/listeners.rs", "config/mail.rs", "config/payments.rs"]
-        .map(|file| format!("supervisors/src/{file}"));
+    let sources =
+        ["config.rs", "config/listener_bounds.rs", "config/listeners.rs", "config/mail.rs", "config/payments.rs"]
+            .map(|file| format!("supervisors/src/{file}"));
     let is_variable = |text: &&str| {
         ["SVC_", "NODE_", "INTERNAL_"].iter().any(|prefix| text.starts_with(prefix))
             && text.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_')
@@ -220,8 +221,10 @@ fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built(
     }
 }
 
-/// The words of a name, in lower case: `ReadPool` and `read_pool` have the same two.
+/// The words of a name, in lower case: `ReadPool`, `read_pool` and `READ_POOL` have the same two.
 fn parts_of(name: &str) -> BTreeSet<String> {
+    let is_constant = !name.contains(|letter: char| letter.is_lowercase());
+    let name = if is_constant { name.to_lowercase() } else { name.to_owned() };
     let mut words = vec![String::new()];
     for letter in name.chars() {
         if letter == '_' || letter == '-' || letter.is_uppercase() {
@@ -260,7 +263,7 @@ fn name_at_start(text: &str) -> String {
     text.chars().take_while(|letter| letter.is_alphanumeric() || *letter == '_').collect()
 }
 
-/// The names of the functions, fields and variants that a Rust source declares.
+/// The names of the functions, fields, variants, constants and aliases of types that a Rust source declares.
 fn declared_members(text: &str) -> Vec<String> {
     let (mut names, mut depth) = (Vec::new(), 0_usize);
     let is_qualifier = |sign: char| sign.is_ascii_lowercase() || matches!(sign, ' ' | '(' | ')' | ':');
@@ -271,6 +274,9 @@ fn declared_members(text: &str) -> Vec<String> {
         if depth == 0 {
             let bounded = code.split_once(") ").filter(|(bounds, _)| bounds.starts_with("pub("));
             let item = bounded.map_or_else(|| code.trim_start_matches("pub "), |(_, item)| item);
+            let constant = ["const ", "static ", "type "].iter().find_map(|keyword| item.strip_prefix(keyword));
+            let constant = constant.map(name_at_start).filter(|name| !matches!(name.as_str(), "fn" | "unsafe" | "_"));
+            names.extend(constant);
             let begins = ["struct ", "enum ", "union "].iter().any(|keyword| item.starts_with(keyword));
             depth = usize::from(begins && code.ends_with('{'));
             continue;
@@ -294,8 +300,8 @@ fn declared_functions_fields_and_variants_are_found() {
     let text = "pub(crate) struct It {\n    /// A note: none.\n    pub(super) first: a::B,\n    second: C<D>,\n}\n\
                 enum Of {\n    One,\n    Two { left: E, right: F },\n    Three(G),\n}\n\
                 impl It {\n    pub(super) async fn run(&self) {\n        let it = Of::Two { up: 1 };\n    }\n}\n\
-                const fn stop() {}\n";
-    let expected = ["first", "second", "One", "Two", "left", "right", "Three", "run", "stop"];
+                const fn stop() {}\npub(crate) const LIMIT: u8 = 1;\nstatic ALL: u8 = 1;\npub type It = u8;\n";
+    let expected = ["first", "second", "One", "Two", "left", "right", "Three", "run", "stop", "LIMIT", "ALL", "It"];
     assert_eq!(declared_members(text), expected);
 }
 
@@ -314,8 +320,8 @@ fn aliases_of_sql_are_found() {
     assert_eq!(sql_aliases(text), ["one", "two", "three", "four"]);
 }
 
-/// Names in which such a word is a term of the field: the words of a GPU's memory.
-const TERMS_OF_THE_FIELD: [&str; 2] = ["wrong_words", "wrong_words_on_the_gpu"];
+/// Names in which such a word is a term of the field: the words of a GPU's memory, and those of which names are made.
+const TERMS_OF_THE_FIELD: [&str; 4] = ["wrong_words", "wrong_words_on_the_gpu", "PAGE_WORDS", "SECRET_WORDS"];
 
 #[test]
 fn names_contain_no_word_that_the_glossary_excludes() {

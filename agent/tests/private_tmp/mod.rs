@@ -2,7 +2,7 @@
 
 use super::*;
 
-const PLACES: [&str; 3] = ["/tmp", "/var/tmp", "/dev/shm"];
+const FOLDERS: [&str; 3] = ["/tmp", "/var/tmp", "/dev/shm"];
 
 impl Node {
     /// A program of the tenant's, started as its terminals are.
@@ -69,7 +69,7 @@ fn terminal_has_a_private_tmp_that_does_not_outlive_the_release() {
         let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
         node.make(id, NAME, &[0]);
         node.make(next, "neighbour", &[1]);
-        for place in PLACES {
+        for place in FOLDERS {
             assert!(node.terminal_can(id, NAME, &format!("echo mine > {place}/secret && mkdir {place}/d")), "{place}");
             assert!(node.terminal_can(id, NAME, &format!("grep -q mine {place}/secret")), "{place}: the next terminal");
             assert!(!node.terminal_can(next, "neighbour", &format!("ls {place}/secret 2>&1")), "{place}");
@@ -142,7 +142,7 @@ fn pam_login_has_a_private_tmp_when_the_profile_is_installed() {
         install_profile();
         let (id, name) = (Uuid::from_u128(1), "gpu-1");
         node.make(id, name, &[0]);
-        for place in PLACES {
+        for place in FOLDERS {
             login(name, &format!("echo mine > {place}/secret"));
             assert!(!Path::new(place).join("secret").exists(), "{place}");
             assert!(

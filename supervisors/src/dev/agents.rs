@@ -109,7 +109,7 @@ const FIRST_UID: u32 = 200_000;
 const TOOLS: [&str; 6] = ["useradd", "userdel", "groupadd", "groupdel", "chattr", "ipcrm"];
 const CLEANUP_TIMEOUT_SECONDS: &str = "60";
 /// The user of an agent that creates no users, where this process is root.
-const NOBODY: &str = "nobody";
+const UNPRIVILEGED_USER: &str = "nobody";
 
 impl SystemAgent {
     /// The `number`th agent of the environment with these directories.
@@ -279,9 +279,11 @@ fn user_of(folder: &Path, settings: &AgentSettings) -> anyhow::Result<Option<&'s
     if settings.system.is_some() || !Uid::effective().is_root() {
         return Ok(None);
     }
-    let nobody = User::from_name(NOBODY)?.with_context(|| format!("this machine has no user {NOBODY}"))?;
-    change_owner(folder, &nobody).with_context(|| format!("{} cannot be given to {NOBODY}", folder.display()))?;
-    Ok(Some(NOBODY))
+    let nobody =
+        User::from_name(UNPRIVILEGED_USER)?.with_context(|| format!("this machine has no user {UNPRIVILEGED_USER}"))?;
+    change_owner(folder, &nobody)
+        .with_context(|| format!("{} cannot be given to {UNPRIVILEGED_USER}", folder.display()))?;
+    Ok(Some(UNPRIVILEGED_USER))
 }
 
 fn change_owner(path: &Path, user: &User) -> std::io::Result<()> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// The width of the window below the highest number. A sender whose message is refused as older resends it under a new number.
 const SIZE: u64 = 65_536;
 const BITS: u64 = u64::BITS as u64;
-const WORDS: usize = (SIZE / BITS) as usize;
+const BLOCKS: usize = (SIZE / BITS) as usize;
 
 /// A bitmap over the last [`SIZE`] numbers.
 #[derive(Default)]
@@ -15,7 +15,7 @@ pub(super) struct ReplayWindow {
     /// Numbers up to here are refused.
     floor: u64,
     /// Bit `number % SIZE`. None before the first number, and while the sender is idle.
-    received: Option<Box<[u64; WORDS]>>,
+    received: Option<Box<[u64; BLOCKS]>>,
     last_at: Option<Instant>,
 }
 
@@ -26,7 +26,7 @@ impl ReplayWindow {
             return false;
         }
         self.last_at = Some(Instant::now());
-        let received = self.received.get_or_insert_with(|| Box::new([0; WORDS]));
+        let received = self.received.get_or_insert_with(|| Box::new([0; BLOCKS]));
         if number > self.highest {
             // The numbers in between have not arrived.
             let first = (self.highest + 1).max(number.saturating_sub(SIZE - 1));
