@@ -3,6 +3,13 @@
 //!
 //! A thread of its own compares, with the lowest priority: file systems may be slow, and a search of them is long. What it finds are
 //! conditions among the health findings; heartbeats wait for none of it.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `checker`, `baseline` | the comparison; the state that it compares with |
+//! | `package_files` | the files of the agent's package |
+//! | `accounts`, `groups`, `sudo_rules`, `privileges`, `setuid`, `startup_files`, `listeners` | what gives rights on the machine |
+//! | `recorded_tenants`, `bounded_file` | who is a tenant; reads of files of an intruder |
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

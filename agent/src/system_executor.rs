@@ -12,6 +12,15 @@
 //! Devices are isolated by the owners of their nodes ([`device_guard`]), neighbours from each other by a `/proc` of their own
 //! ([`private_proc`]), rules for loopback addresses ([`loopback_guard`]) and shares of the machine ([`tenant_limits`], [`disk_quotas`]). Any
 //! leftover that a release finds keeps the devices reserved.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `accounts`, `account_records`, `account_cleanup` | a tenant's Linux account; what is recorded of it; what it leaves |
+//! | `device_guard`, `held_devices` | which devices a tenant opens; those of present tenants |
+//! | `private_proc`, `private_tmp`, `mounts` | what a session sees of processes and temporary files; the machine's mounts |
+//! | `loopback_guard`, `bus_policy`, `neighbours`, `sudoers` | what a tenant reaches of others; what of it this machine lacks; commands as root |
+//! | `tenant_limits`, `disk_quotas` | shares of the machine, and of its disks |
+//! | `processes`, `keyrings`, `directory_walk`, `file_search` | the end of a tenant's processes, keyrings and files |
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};

@@ -1,4 +1,17 @@
 //! The public API: one table of routes, one file per noun (decisions 4, 5 and 7).
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `allocation`, `capacity`, `sku`, `ssh_key`, `terminal`, `recording` | what tenants rent and use |
+//! | `billing`, `payment`, `refund`, `statement`, `processor_event` | what they pay |
+//! | `node`, `alert`, `fleet_history`, `health_rule`, `rollout`, `telemetry` | the fleet |
+//! | `overview`, `runtime`, `policy`, `audit`, `key_set`, `platform_role` | the running service and its rules |
+//! | `me`, `access_token`, `service_account`, `browser_session`, `notification`, `notification_endpoint` | the caller, and how the service reaches them |
+//! | `health`, `internal`, `identity_keys`, `protected_resource` | for probes, other programs and the operator's tokens |
+//! | `browser_page`, `console_files`, `payment_page`, `terminal_page` | pages for browsers |
+//! | `routing`, `document`, `deprecation`, `path_parameters` | the table of routes as a router and as a description |
+//! | `request_context`, `request_fields`, `idempotency`, `commands_with_reason` | the way of a request to a state machine |
+//! | `cached_read`, `rejection_response` | reads that requests share; the responses to rejected commands |
 
 mod access_token;
 mod alert;

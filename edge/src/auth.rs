@@ -4,6 +4,13 @@
 //! A token is verified by a key of the provider under an algorithm of the allowlist, never by what its own header contains (`jwk`, `jku`,
 //! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself
 //! ([`signed_tokens::service_account`]) and distinguished by their key id.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `token_verification`, `claims`, `role_claims`, `token_report` | the verification of tokens; their claims; their roles; how this service reads one |
+//! | `jwks`, `openid_provider`, `openid_claims` | the provider's keys; the provider as its client sees it; ID tokens and logout tokens |
+//! | `signed_tokens`, `opaque_token` | tokens that the service signs, and those that it draws |
+//! | `browser_session`, `internal_route_auth`, `platform_role_metrics` | sessions of browsers; tokens of internal routes; metrics of platform roles |
 
 use std::{collections::BTreeSet, sync::Arc};
 

@@ -3,6 +3,17 @@
 //! Enrollment is authenticated by its token, everything else by the node's client certificate: TLS has verified the chain, the extractor
 //! [`NodeIdentity`](identity::NodeIdentity) the expiry and the path, and the node's state machine the serial, the generation and the node's
 //! state, at each request.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `routes`, `identity`, `admission` | the table of routes; the node of a request; limits by node and by address |
+//! | `enrollment`, `recovery` | how a node gets its first certificate, the next one, and one after its expiry |
+//! | `heartbeat`, `inventory` | liveness, health and telemetry; what an agent reports of its machine |
+//! | `task_dispatch`, `task_signing` | the wait for tasks; their signature |
+//! | `task_result`, `task_output`, `cleanup_proof` | the results of tasks; their bounded output; the proof of a clean-up |
+//! | `terminal`, `recording` | the node's end of a terminal; the upload of its recording |
+//! | `package`, `log_gateway_access` | the agent's package; the token of the log collector |
+//! | `strict_body`, `rejection_response` | bodies as agents send them; the responses to rejected commands |
 
 mod admission;
 mod cleanup_proof;

@@ -1,6 +1,13 @@
 //! TLS termination: the configuration here, the listener in [`serve`], session tickets in [`tickets`], and the open connections in
 //! [`connections`]. What proxies and balancers in front of it pass on is in [`ingress`], [`proxies`], [`forwarded_client`] and
 //! [`forwarded_client_certificate`].
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `serve`, `admission`, `connections` | the listener; the admission of connections; the open ones by node |
+//! | `tickets`, `certificate_validity` | session tickets; what a file of certificates says of itself |
+//! | `ingress`, `proxies`, `forwarded_client`, `forwarded_client_certificate`, `client_network` | what is in front of the listeners, and what it passes on of clients |
+//! | `http1` | answers to what hyper cannot parse |
 
 use std::{
     net::{IpAddr, SocketAddr},

@@ -1,6 +1,15 @@
 //! Reads past the mailboxes. They return committed rows, as fresh as the transaction's instant.
 //!
 //! Bodies are the JSON text that was committed: the caller knows the machine and decodes it.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `entity`, `shard`, `entity_deadlines` | entities and their histories; those of a shard's owner; those by deadline |
+//! | `entity_sums`, `entity_totals`, `capacity` | what nodes and accounts add up to; totals for metrics; free GPUs by SKU and region |
+//! | `billing_reads`, `account_statement` | the ledger; statements of accounts |
+//! | `audit`, `keys`, `policy`, `role_bindings` | the audit log; dependents of keys; policy values; bindings of platform roles |
+//! | `fleet_history`, `invariant_checks` | the fleet hour by hour; the reads of the auditor |
+//! | `backups`, `replication`, `restored_position` | backups and the archive; the copies of the database; where its commits end |
 
 mod account_statement;
 mod audit;

@@ -1,5 +1,14 @@
 //! Ownership of shards and messages between members (design 6): Postgres decides ownership; NATS carries heartbeats and all
 //! messages.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `shard_assignment`, `shard_takeover` | which member owns which shards; the takeover of those that it should own |
+//! | `heartbeat`, `failure_detector`, `clock` | heartbeats; the detection of partitioned members; the clock that members share |
+//! | `parked_marks` | entities that another member has parked |
+//! | `bus`, `command_forwarding`, `member_queries` | messages between members; commands to the owner of an entity; queries to all members |
+//! | `authentication`, `process_identity` | who has sent a message; which process a member is |
+//! | `nats`, `nats_permissions`, `stream_copies`, `recovery_stream` | the connection to NATS; its permissions; the copies of its streams; recovery marks |
 
 pub mod authentication;
 pub mod bus;

@@ -1,5 +1,14 @@
 //! The configuration of a control-plane process: all of it from environment variables, read and validated at once, so that a mistake is
 //! reported before anything starts.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `variables`, `env_file` | reading variables, and files of them |
+//! | `settings_table`, `installed_settings` | the table of all settings; those of an installation |
+//! | `database`, `identity`, `ingress`, `node_api` | the database; the identity provider; the proxies in front; the node API |
+//! | `agent_package`, `maas`, `mail`, `payments` | the agent's package; the bare-metal provider; e-mail; payments |
+//! | `listeners`, `listener_bounds` | the addresses of the listeners; their bounds, and HSTS |
+//! | `outside_service` | an outside service by address, authorities and credentials |
 
 mod agent_package;
 mod database;
@@ -80,7 +89,7 @@ pub struct Config {
     pub ingress: Ingress,
     /// The bounds of the listeners for users and for nodes.
     pub listener_limits: ListenerLimits,
-    /// For how many seconds browsers reach the host of the public URL by HTTPS alone (RFC 6797); `None`: they are told nothing.
+    /// For how many seconds browsers reach the host of the public URL by HTTPS alone (RFC 6797); `None`: no header is sent.
     pub hsts_seconds: Option<u32>,
     /// The address for the payment processor's webhooks.
     pub webhook_listen: SocketAddr,
@@ -211,7 +220,7 @@ impl Config {
             node_proxies: node_proxies(it),
             ingress: ingress(it),
             listener_limits: listener_bounds::limits(it),
-            hsts_seconds: listener_bounds::hsts_seconds(it, &public_url),
+            hsts_seconds: listener_bounds::hsts_seconds(it),
             webhook_listen,
             operations_listen,
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),

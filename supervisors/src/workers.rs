@@ -1,4 +1,21 @@
 //! The workers of a process: the supervision tree as a table (design 7), and a file for each worker.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `worker_dependencies`, `polling_loop`, `due_entities` | what workers are made of; a loop with a backoff per item; the entities of one kind whose timer is due |
+//! | `committer_and_loader`, `membership`, `listeners` | the lanes to the store; the workers of `crate::cluster`; those of the edge |
+//! | `outbox_relay`, `outbox_poll`, `orphans` | publish committed events; feed the relay with those of shards without one; find events whose reaction is overdue |
+//! | `event_delivery`, `event_reactions` | what the reaction to an event works with; the reactions |
+//! | `timers`, `idle_passivation` | tick entities whose timer is due; passivate idle ones |
+//! | `placement_index`, `provisioning`, `ssh_access` | the free GPUs in memory; the placement of allocations; the keys of tenants |
+//! | `bare_metal`, `rollout_nodes` | have the bare-metal provider do what nodes want; read the next nodes of a rollout |
+//! | `terminal_gateways`, `close_terminals`, `recordings` | detach sessions of gateways that have ended; close sessions; delete old recordings |
+//! | `accrual`, `payments` | charge rentals; exchange with the payment processor |
+//! | `notification_relay`, `notification_queue`, `notification_delivery` | notify subscribers; queue messages for endpoints; deliver them |
+//! | `keys`, `policy`, `rewrap` | cache keys and policy values; rewrap sealed values |
+//! | `audit_seal`, `auditor`, `lost_commits`, `recovery_mark` | seal the audit log; check the invariants; park what a failover has lost; mark the recovery of the database |
+//! | `retention`, `sweep` | remove what is older than policies keep; maintain tables |
+//! | `metrics`, `fleet_telemetry`, `fleet_history`, `entity_changes`, `trace_export` | measure, for operators |
 
 pub mod accrual;
 pub mod audit_seal;

@@ -16,6 +16,17 @@
 //!
 //! A test calls [`TestCluster::shutdown`] at its end, which fails the test if it finds what the test did not declare (an outbox row, a
 //! parked entity, an ERROR in a log, a secret in a log, a GPU held twice).
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `builder`, `final_checks` | the settings and the start of a cluster; its checks at the end |
+//! | `client`, `console`, `gpuctl`, `notifications`, `terminal` | clients: of the API, in a browser, on a command line, of notifications, of terminals |
+//! | `resource_handles`, `payments`, `recovery_attempt` | nodes and allocations; payments; recoveries |
+//! | `fake_agent`, `updatable_agent`, `test_machine` | agents without a machine; agents that update themselves; a machine to lose |
+//! | `fake_clock`, `fake_log_store`, `fake_maas`, `fake_processor`, `mail_server`, `webhook_receiver` | what is outside of the service |
+//! | `backup_machine`, `haproxy`, `ingress_proxy`, `nats_cluster`, `patroni`, `pgbouncer`, `standby` | real servers beside, as `deploy` sets them up |
+//! | `crash_sweep`, `db_lock`, `flaky_link` | faults at a certain moment |
+//! | `database`, `logs`, `member_bus`, `metrics_page`, `storage_dump` | what a cluster has stored, logged, sent and counted |
 
 // A step of the cluster that fails is a failed test: it panics.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]

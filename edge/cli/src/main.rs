@@ -35,6 +35,15 @@
 //! The exit codes are those of [`failure::ExitStatus`]; `ssh` and `terminal` exit with the status of the remote program.
 //!
 //! A new noun is a file here, a variant of [`Command`], an arm of [`execute`] and its routes in [`routes::COMMANDS`].
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `alerts`, `allocations`, `audit`, `billing`, `capacity`, `cluster`, `fleet`, `fleet_history`, `health_rules`, `keys`, `login`, `nodes`, `notification_endpoints`, `notifications`, `overview`, `policy`, `processor_events`, `recordings`, `roles`, `rollouts`, `service_accounts`, `sessions`, `skus`, `ssh`, `ssh_keys`, `supervision_tree`, `terminal` | the nouns |
+//! | `api`, `http_client`, `retry_after`, `websocket`, `allocation_events` | the client of the API, and of its streams |
+//! | `routes`, `argument_names` | the routes that each command uses; the fields that its arguments set |
+//! | `amount`, `duration`, `instant`, `labels`, `resource_ref` | arguments as types |
+//! | `output`, `progress`, `printable`, `sanitize`, `text_encoding`, `download` | what is printed and stored |
+//! | `confirmation`, `failure`, `usage_error`, `completion` | questions, exit codes, refusals of command lines, completion by the shell |
 
 mod alerts;
 mod allocation_events;

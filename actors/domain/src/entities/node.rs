@@ -19,17 +19,17 @@
 //! Each part owns its fields, its rules and its deadline, and knows no other part. What it has to know of the rest comes as an argument, and
 //! what it wants of the rest goes out as its result: an [`outcome::Outcome`], or an enum such as [`RepairStep`].
 //!
-//! | part | knows |
-//! | --- | --- |
-//! | [`Identity`] | the token, the certificates, the key of the agent, recoveries |
-//! | [`Lifecycle`] | the phase, its reason, the holds of a quarantine |
-//! | [`Tenancy`] | the tenants: their GPUs, set-ups, clean-ups, keys, terminals, evacuations |
-//! | [`Tasks`] | the tasks of the node itself, and their results |
-//! | [`Health`] | what the agent reports of the machine's health, and what follows for GPUs |
-//! | [`MachineRepair`] | reboots and resets of GPUs that end findings |
-//! | [`Validation`] | what the machine has shown under load |
-//! | [`NodeMachine`] | the registration, the inventory, drift, claims on GPUs, the provider, the reimage |
-//! | [`Agent`] | the contact with the agent, its versions, its rollouts |
+//! | part | file | knows |
+//! | --- | --- | --- |
+//! | [`Identity`] | `identity` | the token, the certificates, the key of the agent, recoveries |
+//! | [`Lifecycle`] | `lifecycle` | the phase, its reason, the holds of a quarantine |
+//! | [`Tenancy`] | `tenancy` | the tenants: their GPUs, set-ups, clean-ups, keys, terminals, evacuations |
+//! | [`Tasks`] | `tasks` | the tasks of the node itself, and their results |
+//! | [`Health`] | `health` | what the agent reports of the machine's health, and what follows for GPUs |
+//! | [`MachineRepair`] | `repair` | reboots and resets of GPUs that end findings |
+//! | [`Validation`] | `validation` | what the machine has shown under load |
+//! | [`NodeMachine`] | `machine` | the registration, the inventory, drift, claims on GPUs, the provider, the reimage |
+//! | [`Agent`] | `agent` | the contact with the agent, its versions, its rollouts |
 //!
 //! # The switchboard
 //!
@@ -45,8 +45,9 @@
 //! | `contact` | polls, heartbeats and ticks |
 //! | `gpu_claims` | what a command becomes where another node has the GPUs |
 //!
-//! This file dispatches commands to them. `gpu_choice` chooses among free GPUs. `request`, `instruction` and `fact` define the commands, `explanation` and `report_reasons` the
-//! texts for callers, `agent_task` the tasks that an agent receives, and `stored_node` the form in which a node is stored.
+//! This file dispatches commands to them. `gpu_choice` chooses among free GPUs, and `gpu_summand` adds them to the sums of the fleet. `request`,
+//! `instruction` and `fact` define the commands, `explanation` and `report_reasons` the texts for callers, `agent_task` the tasks that an agent
+//! receives, `outcome` what a command does to one part, and `stored_node` the form in which a node is stored.
 //!
 //! # Order
 //!
