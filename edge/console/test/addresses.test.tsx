@@ -120,6 +120,23 @@ describe("lists that grow with time", () => {
     openConsole("/allocations");
     expect(await screen.findByText("training-1")).toBeTruthy();
   });
+  it("keep that order while the service is upgraded, and begin with the newest afterwards", async () => {
+    mock.role = "admin";
+    let isEarlier = true;
+    const orders: (string | null)[] = [];
+    answers("/api/v1/allocations", (query) => {
+      orders.push(query.get("order"));
+      return isEarlier && query.has("order") ? refusal(400, "invalid_request", "Query parameter `order` is not known here; leave it out.", {}, { field: "order" }) : paged([allocation(1)], query);
+    });
+    const { queries } = openConsole("/allocations");
+    await screen.findByText("training-1");
+    isEarlier = false;
+    await act(() => queries.refetchQueries({ queryKey: ["allocations"] }));
+    expect(orders).toEqual(["newest_first", null, null]);
+    sessionStorage.setItem("gpuaas-order-refused-at", String(Date.now() - 16 * 60_000));
+    await act(() => queries.refetchQueries({ queryKey: ["allocations"] }));
+    expect(orders.at(-1)).toBe("newest_first");
+  });
   it("of SSH keys offer the usable ones behind those that were revoked", async () => {
     const revoked = Array.from({ length: 220 }, (_, index) => ({ ...sshKey, id: uuid(6000 + index), name: `old-${index}`, is_default: false, revoked_at: ago(10) }));
     answers("/api/v1/ssh-keys", (query) => paged([...revoked, sshKey], query));

@@ -1,12 +1,14 @@
-// What a tab asks for that nobody uses, while the stream of notifications reports the changes: nothing within a minute.
+// What a tab without input asks for while the stream of notifications reports the changes: nothing within a minute.
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { fireEvent, screen, waitFor } from "@testing-library/react";
 import type { QueryClient } from "@tanstack/react-query";
 import { SAFETY_MS } from "../src/api/query-client.ts";
 import { IDLE_AFTER_MS, isAttended, onReturn } from "../src/live/attention.ts";
 import { eventStream } from "../src/live/browser.ts";
+import { followChanges } from "../src/live/follow.ts";
 import { Refresher } from "../src/live/refresh.ts";
 import { ADMIN_PAGES, USER_PAGES } from "./chromium/console-pages.ts";
+import { uuid } from "./fixtures.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
 
@@ -18,7 +20,7 @@ vi.mock("../src/ui/now.ts", async () => {
 });
 
 const A_MINUTE = 60_000;
-/** The longest interval of something that no message reports, while somebody works in the tab. */
+/** The longest interval of something that no message reports, while the tab has input. */
 const LONGEST_MS = 60_000;
 
 let asked: string[] = [];
@@ -58,7 +60,7 @@ async function pass(milliseconds: number): Promise<void> {
 
 const PAGES = [...Object.values(USER_PAGES).map((address) => ["user", address] as const), ...Object.values(ADMIN_PAGES).map((address) => ["admin", address] as const)];
 
-describe("a tab that nobody uses", () => {
+describe("a tab without input", () => {
   it.each(PAGES)("asks for nothing within a minute, as %s: %s", async (role, address) => {
     const queries = await opened(role, address);
     await pass(IDLE_AFTER_MS + LONGEST_MS);
@@ -88,7 +90,7 @@ describe("a tab that nobody uses", () => {
   });
 });
 
-describe("a tab that somebody uses", () => {
+describe("a tab with input", () => {
   it.each([
     ["user", "/catalog", "/api/v1/capacity", 10],
     ["user", "/", "/api/v1/billing/balance", 60],
@@ -96,11 +98,32 @@ describe("a tab that somebody uses", () => {
     ["admin", "/alerts", "/api/v1/admin/alerts", 15],
     ["admin", "/operations", "/api/v1/admin/runtime/cluster", 10],
     ["admin", "/stuck", "/api/v1/admin/runtime/tree", 30],
+    ["admin", "/tree", "/api/v1/admin/runtime/tree", 30],
+    ["admin", `/entities/allocation/${uuid(103)}`, `/api/v1/admin/runtime/entities/allocation/${uuid(103)}`, 30],
+    ["admin", "/accounts", "/api/v1/admin/billing/accounts", 30],
+    ["admin", `/accounts/${uuid(1)}`, `/api/v1/admin/billing/accounts/${uuid(1)}`, 10],
+    ["admin", `/accounts/${uuid(1)}`, `/api/v1/admin/billing/accounts/${uuid(1)}/ledger`, 30],
+    ["admin", "/payment-events", "/api/v1/admin/billing/processor-events", 10],
+    ["admin", "/skus", "/api/v1/admin/skus", 30],
   ] as const)("is shown what no message reports every few seconds: %s at %s, %s", async (role, address, path, seconds) => {
     await opened(role, address);
     asked = [];
     await pass(seconds * 1000 + 500);
     expect(asked).toContain(path);
+  });
+
+  it("is read again at once after it was idle", async () => {
+    vi.spyOn(eventStream, "start").mockImplementation(() => {});
+    const queries = await opened("user", "/catalog");
+    followChanges(queries, "ann");
+    await pass(IDLE_AFTER_MS + LONGEST_MS);
+    await waitFor(() => expect(isRead(queries)).toBe(true));
+    asked = [];
+    const returnedAt = performance.now();
+    fireEvent.keyDown(document.body, { key: "Shift" });
+    await waitFor(() => expect(asked).toContain("/api/v1/capacity"));
+    // Sooner than by its interval.
+    expect(performance.now() - returnedAt).toBeLessThan(8_000);
   });
 
   it("is one with a key, a press, a scroll or a movement within two minutes", async () => {

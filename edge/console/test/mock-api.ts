@@ -9,6 +9,9 @@ type Reads = { [P in keyof paths]?: (parts: string[], query: URLSearchParams) =>
 
 const list = <T>(...items: T[]) => ({ items, next_page: null });
 
+/** A list in the order that is asked for; the items are given oldest first. */
+const ordered = <T>(query: URLSearchParams, ...items: T[]) => list(...(query.get("order") === "newest_first" ? items.reverse() : items));
+
 export interface SentRequest {
   method: string;
   path: string;
@@ -53,7 +56,7 @@ export class MockApi {
       lasts_seconds: 600_000,
     }),
     "/api/v1/billing/ledger": () => list(...this.postings),
-    "/api/v1/billing/payments": () => list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(401), state: "open", left_minor: 0 }),
+    "/api/v1/billing/payments": (_, query) => ordered(query, fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(401), state: "open", left_minor: 0 }),
     "/api/v1/billing/payments/{id}": ([id]) => ({ ...fixtures.payment, id: id ?? "", state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid" }),
     "/api/v1/billing/statements": () => list(fixtures.statement),
     "/api/v1/allocations": (_, query) => {
@@ -137,8 +140,8 @@ export class MockApi {
       meters: [{ allocation_id: fixtures.uuid(101), user_id: "ann", minor_per_hour: 500, charged_micro: 8_333_333, held_micro: 41_666_667, written_off_micro: 0, billed_until: fixtures.ago(1), from: fixtures.ago(200) }],
     }),
     "/api/v1/admin/billing/accounts/{id}/ledger": () => list(...[1, 2, 3].map(fixtures.posting)),
-    "/api/v1/admin/billing/accounts/{id}/payments": () =>
-      list(fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(402), state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid at the payment processor, and 50.00 EUR was to be paid; an operator decides about it" }),
+    "/api/v1/admin/billing/accounts/{id}/payments": (_, query) =>
+      ordered(query, fixtures.payment, { ...fixtures.payment, id: fixtures.uuid(402), state: "under_review", review: "pi_1:4200:GBP", left_minor: 0, reason: "42.00 GBP was paid at the payment processor, and 50.00 EUR was to be paid; an operator decides about it" }),
     "/api/v1/admin/billing/accounts/{id}/statements": () => list(fixtures.statement),
     "/api/v1/admin/billing/processor-events": () =>
       list(fixtures.processorEvent, { ...fixtures.processorEvent, id: fixtures.uuid(1201), state: "processed", outcome: "told", last_error: null, event_type: "checkout.session.completed" }),

@@ -23,7 +23,7 @@ describe("balances", () => {
 });
 
 describe("a payment that begins", () => {
-  it("leaves its form open until the page of the payment is there, so that nobody begins another one", async () => {
+  it("leaves its form open until the page of the payment is there, so that no second payment is begun", async () => {
     mock.overrides.push(({ url, method }) => (method === "POST" && url.endsWith("/checkout-sessions") ? Response.json({ id: "p1", url: "https://gpu.example/billing/checkout/1", expires_at: null }, { status: 201 }) : null));
     openConsole("/money");
     await userEvent.click(await screen.findByRole("button", { name: "Top up…" }));

@@ -2,7 +2,8 @@
 import { beforeEach, describe, expect, it } from "vitest";
 import { act, fireEvent, screen, waitFor, within } from "@testing-library/react";
 import userEvent from "@testing-library/user-event";
-import { sku } from "./fixtures.ts";
+import { answers } from "./answers.ts";
+import { node, sku, uuid } from "./fixtures.ts";
 import { refusal } from "./mock-api.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
@@ -159,6 +160,46 @@ describe("a form about what others have changed meanwhile", () => {
     await userEvent.click(send);
     await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
     expect(bodies().map(({ price }) => price.amount_minor_per_gpu_hour)).toEqual([250]);
+  });
+
+  it("shows both values, too, where it is opened again after Escape, and sends nothing before that is decided", async () => {
+    mock.role = "admin";
+    let host = "gpu-1.example.net";
+    answers(`/api/v1/admin/nodes/${uuid(51)}`, () => Response.json(node(1, { host })));
+    const { queries } = openConsole(`/nodes/${uuid(51)}`);
+    const escape = async () => {
+      await userEvent.keyboard("{Escape}");
+      await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    };
+    const changeHost = async (to: string) => {
+      host = to;
+      await act(() => queries.refetchQueries({ queryKey: ["node"] }));
+    };
+    const reopened = async () => {
+      await press("Edit…");
+      return within(await screen.findByRole("dialog"));
+    };
+    await userEvent.type((await reopened()).getByLabelText(/^Name/), "b");
+    await escape();
+    await changeHost("gpu-9.example.net");
+    let dialog = await reopened();
+    const notice = await dialog.findByText(/This has changed since you opened the form/);
+    expect(notice.parentElement?.textContent).toContain("Host: it is gpu-9.example.net, and was gpu-1.example.net.");
+    expect(dialog.getByRole<HTMLButtonElement>("button", { name: "Edit" }).disabled).toBe(true);
+    // What was decided holds for the next opening.
+    await userEvent.click(dialog.getByRole("button", { name: "Keep what the form has" }));
+    await escape();
+    dialog = await reopened();
+    expect(dialog.getByLabelText<HTMLInputElement>(/^Host/).value).toBe("gpu-1.example.net");
+    expect(dialog.queryByText(/This has changed/)).toBeNull();
+    await escape();
+    await changeHost("gpu-8.example.net");
+    dialog = await reopened();
+    await userEvent.click(await dialog.findByRole("button", { name: "Take the new values" }));
+    await userEvent.click(dialog.getByRole("button", { name: "Edit" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    expect(mock.sent.map(({ body }) => body)).toMatchObject([{ host: "gpu-8.example.net", name: "rack-1b" }]);
+    expect(Object.keys(sessionStorage).filter((key) => key.startsWith("gpuaas-draft"))).toEqual(["gpuaas-drafts-of"]);
   });
 
   /** The form of a SKU at the third version, which the service has at the fourth: it refuses what is based on an earlier one. */

@@ -4,7 +4,7 @@ import { act, cleanup, fireEvent, screen, waitFor, within } from "@testing-libra
 import userEvent from "@testing-library/user-event";
 import { eventStream } from "../src/live/browser.ts";
 import { answers } from "./answers.ts";
-import { allocation, node, STRANGE_NAMES, uuid } from "./fixtures.ts";
+import { allocation, me, node, STRANGE_NAMES, uuid } from "./fixtures.ts";
 import { openConsole } from "./render.tsx";
 import { mock } from "./setup.ts";
 import { refusal } from "./mock-api.ts";
@@ -117,6 +117,10 @@ describe("the age of a view", () => {
     [`/allocations/${allocation(1).id}`, "section:has([aria-label='GPUs'])"],
     ["/audit", "main"],
     ["/operations", "section:has([aria-label='Members'])"],
+    ["/operations", ".page-head"],
+    ["/stuck", ".page-head"],
+    ["/tree", ".page-head"],
+    [`/entities/allocation/${uuid(103)}`, ".page-head"],
   ])("of %s says that it is not live: no message reports what it shows", async (address, view) => {
     mock.role = "admin";
     vi.spyOn(eventStream, "current").mockReturnValue("live");
@@ -149,6 +153,28 @@ describe("the age of what messages report to operators alone", () => {
     };
     expect(await ageOf("user")).not.toContain("live");
     expect(await ageOf("admin")).toContain("live");
+  });
+  it.each([
+    ["/accounts", "see_billing", 1],
+    [`/accounts/${uuid(1)}`, "see_billing", 4],
+    ["/payment-events", "see_billing", 1],
+    ["/skus", "see_skus", 1],
+  ] as const)("of %s says live to an operator, and not to a caller with %s alone", async (address, permission, views) => {
+    vi.spyOn(eventStream, "current").mockReturnValue("live");
+    const user = me("user");
+    let caller = { ...user, permissions: [...user.permissions, permission] };
+    answers("/api/v1/me", () => Response.json(caller));
+    const ages = async () => {
+      const { unmount } = openConsole(address);
+      const texts = () => [...document.querySelectorAll("main .age")].map(({ textContent }) => textContent);
+      await waitFor(() => expect(texts()).toHaveLength(views));
+      const found = texts();
+      unmount();
+      return found;
+    };
+    expect((await ages()).filter((age) => age.includes("live"))).toEqual([]);
+    caller = { ...me("admin"), user_id: user.user_id, permissions: [...me("admin").permissions] };
+    expect((await ages()).filter((age) => age.includes("live"))).toHaveLength(views);
   });
 });
 

@@ -279,6 +279,7 @@ describe("a logout", () => {
   it("ends the session, and leaves nothing that was typed", async () => {
     await rentForm();
     expect(sessionStorage.getItem("gpuaas-draft:rent:h100-8")).toContain("my-run");
+    expect(sessionStorage.getItem("gpuaas-draft-began:rent:h100-8")).not.toBeNull();
     const left: string[] = [];
     vi.spyOn(console, "error").mockImplementation((line) => void left.push(String(line)));
     await userEvent.click(screen.getByRole("button", { name: "Log out" }));

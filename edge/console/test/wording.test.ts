@@ -13,3 +13,9 @@ it("pages say that one logs in and out", () => {
   const others = sources.filter((name) => /\bsign(s|ed|ing)? (in|out)\b/i.test(readFileSync(name, "utf8")));
   expect(others).toEqual([]);
 });
+
+it("sources name the user, the caller or no input, and no indefinite person", () => {
+  const sources = readdirSync("src", { recursive: true, encoding: "utf8" }).filter((name) => SOURCE.test(name));
+  const others = sources.filter((name) => /\b(nobody|somebody|whoever|anybody)\b/i.test(readFileSync(`src/${name}`, "utf8")));
+  expect(others).toEqual([]);
+});

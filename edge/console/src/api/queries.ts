@@ -4,6 +4,7 @@ import { api, dataOf, type Schemas } from "./client.ts";
 import { ApiFailure } from "./failure.ts";
 import { freshFor, POLL_MS, POLL_SOON_MS, pollEvery, pollUnreported } from "./query-client.ts";
 import { rememberRented } from "../live/messages.ts";
+import { readStored, store } from "../ui/browser-storage.ts";
 import { queryOf, type Address } from "../ui/use-address.ts";
 
 export type Allocation = Schemas["Allocation"];
@@ -11,17 +12,26 @@ export type Allocation = Schemas["Allocation"];
 /** The parameter of a list that begins with the newest; without it, lists begin with the oldest. */
 type NewestFirst = { order?: "newest_first" };
 
-/** A list that grows with time, the newest first. A replica of an earlier release refuses the order: while the service is upgraded, the list begins with the oldest there. */
+/** When the order was last refused in this tab. */
+const ORDER_REFUSED = "gpuaas-order-refused-at";
+/** Longer than an upgrade of the service takes. */
+const UPGRADE_MS = 15 * 60_000;
+
+/** A list that grows with time, the newest first. A replica of an earlier release refuses the order: while the service is upgraded, all lists of the tab begin with the oldest.
+ * Otherwise each read may have another order, and a page's token of one release is refused by the other. */
 export async function newestFirst<T>(read: (order: NewestFirst) => Promise<T>): Promise<T> {
+  const refusedAt = Number(readStored("session", ORDER_REFUSED) ?? NaN);
+  if (Math.abs(Date.now() - refusedAt) < UPGRADE_MS) return read({});
   try {
     return await read({ order: "newest_first" });
   } catch (error) {
-    if (error instanceof ApiFailure && error.status === 400 && error.details["field"] === "order") return read({});
-    throw error;
+    if (!(error instanceof ApiFailure && error.status === 400 && error.details["field"] === "order")) throw error;
+    store("session", ORDER_REFUSED, String(Date.now()));
+    return read({});
   }
 }
 
-/** How often the balance is read again that what runs is paid from, while somebody works in the tab. */
+/** How often the balance is read again that what runs is paid from, while the tab has input. */
 export const BALANCE_MS = 60_000;
 
 /** What runs costs money all the time, which no event reports. Where nothing runs, payments alone change a balance, and are reported. */

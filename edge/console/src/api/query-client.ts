@@ -17,9 +17,18 @@ export function pollEvery(milliseconds: number): () => number {
   return () => (eventStream.current() === "live" ? SAFETY_MS : milliseconds);
 }
 
-/** The interval of a query whose changes no message reports: it is short only while somebody works in the tab, or there is no stream. */
+/** The interval of a query whose changes no message reports: it is short only while the tab has input, or there is no stream. */
 export function pollUnreported(milliseconds: number): () => number {
   return () => (isAttended() ? milliseconds : pollEvery(milliseconds)());
+}
+
+/** How often members are read again while the tab has input. */
+const MEMBERS_MS = 30_000;
+
+/** The interval of a query about entities and members. Messages report the entities alone: a member that falls silent or lags is no change of one, nor is a
+ * deadline that passes. */
+export function pollOfMembers(): number {
+  return Math.min(pollEvery(POLL_MS)(), pollUnreported(MEMBERS_MS)());
 }
 
 /** How long what was read needs no other read because a page is opened. */

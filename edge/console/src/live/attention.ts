@@ -1,4 +1,4 @@
-// Whether a person works in this tab. What no message reports is read again for them; a tab that nobody uses is idle, and asks for next to nothing.
+// Whether the user works in this tab. What no message reports is read again while they do; a tab without input is idle, and asks for next to nothing.
 
 /** A tab without a key, a press, a scroll or a movement for so long is idle. */
 export const IDLE_AFTER_MS = 120_000;

@@ -19,11 +19,17 @@ export function followChanges(queries: QueryClient, user: string): void {
   followBalance(queries, (names) => refresher.changed(names));
   eventStream.on((event) => event.kind === "message" && remember(event.message));
   eventStream.subscribe(() => recomputeIntervals(queries));
-  onReturn(() => recomputeIntervals(queries));
+  onReturn(() => returned(queries));
   const connected = () => eventStream.current() === "live" && rememberConnection();
   eventStream.subscribe(connected);
   window.addEventListener("pagehide", connected);
   eventStream.start();
+}
+
+/** The views of a tab that was idle are as old as its long intervals: those on screen are read again at once. */
+function returned(queries: QueryClient): void {
+  recomputeIntervals(queries);
+  void queries.refetchQueries({ type: "active", stale: true }, { cancelRefetch: false });
 }
 
 /** How often a query is read follows from the stream's status and from who uses the tab, which its observers look at when they get their options. */

@@ -2,7 +2,7 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
 import { newestFirst } from "../api/queries.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, pollUnreported } from "../api/query-client.ts";
 import { commandAmount, minorDigits, money, moneyMicro, parseMoney } from "../format/money.ts";
 import { gpuctl, readable, shortId } from "../format/text.ts";
 import { Action, Guard, REASON, RoleNeeded, type ActionSpec } from "../ui/action.tsx";
@@ -21,19 +21,20 @@ import { StatementTable } from "./statements.tsx";
 
 type Account = Schemas["BillingAccount"];
 
+// Its changes are reported to operators alone, and others may see it.
 export default function AccountPage() {
   const id = usePart("id");
   const account = useQuery({
     queryKey: ["account", id],
     queryFn: () => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}", { params: { path: { id } } })),
-    refetchInterval: pollEvery(POLL_MS),
+    refetchInterval: pollUnreported(POLL_MS),
   });
   return (
     <Guard needs="see_billing">
       <Loaded query={account}>
         {({ account: data, meters }) => (
           <>
-            <Head title={holderOf(data)} age={<Age query={account} />}>
+            <Head title={holderOf(data)} age={<Age query={account} ofOperators />}>
               <Action needs="adjust_billing" spec={adjust(data)} />
             </Head>
             <RoleNeeded needs="adjust_billing" to="credit or debit this account" />
@@ -120,10 +121,10 @@ function Postings({ id }: { id: string }) {
     queryKey: ["account-ledger", id, page],
     queryFn: () => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/ledger", { params: { path: { id }, query: page ? { page_token: page } : {} } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(30_000),
+    refetchInterval: pollUnreported(30_000),
   });
   return (
-    <Card title="Postings" actions={<Age query={ledger} />}>
+    <Card title="Postings" actions={<Age query={ledger} ofOperators />}>
       <PagedTable
         label="Postings"
         query={ledger}
@@ -157,10 +158,10 @@ function Payments({ id }: { id: string }) {
       return newestFirst((order) => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/payments", { params: { path: { id }, query: { ...query, ...order } } })));
     },
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(30_000),
+    refetchInterval: pollUnreported(30_000),
   });
   return (
-    <Card title="Payments" actions={<Age query={payments} />}>
+    <Card title="Payments" actions={<Age query={payments} ofOperators />}>
       {payments.data?.items.some(({ state }) => state === "under_review") && <RoleNeeded needs="settle_processor_events" to="settle or dismiss a payment under review" />}
       <PagedTable
         label="Payments"
@@ -196,10 +197,10 @@ function Statements({ id }: { id: string }) {
   const statements = useQuery({
     queryKey: ["account-statements", id],
     queryFn: () => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/statements", { params: { path: { id }, query: { limit: 200 } } })),
-    refetchInterval: pollEvery(60_000),
+    refetchInterval: pollUnreported(60_000),
   });
   return (
-    <Card title="Monthly statements" actions={<Age query={statements} />}>
+    <Card title="Monthly statements" actions={<Age query={statements} ofOperators />}>
       <Loaded query={statements}>
         {({ items }) => <StatementTable rows={items} read={(month) => dataOf(api.GET("/api/v1/admin/billing/accounts/{id}/statements/{month}", { params: { path: { id, month } } }))} fileOf={(month, kind) => `/api/v1/admin/billing/accounts/${id}/statements/${month}/${kind}`} />}
       </Loaded>

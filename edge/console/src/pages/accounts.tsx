@@ -2,7 +2,7 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
-import { pollEvery } from "../api/query-client.ts";
+import { pollUnreported } from "../api/query-client.ts";
 import { money } from "../format/money.ts";
 import { count, gpuctl } from "../format/text.ts";
 import { Action, Guard, type ActionSpec } from "../ui/action.tsx";
@@ -25,11 +25,12 @@ export default function AccountsPage() {
     queryKey: ["accounts", address],
     queryFn: () => dataOf(api.GET("/api/v1/admin/billing/accounts", { params: { query: queryOf(address, ["user_id", "org_id"]) } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(30_000),
+    // Changes are reported to operators alone, and others may see accounts.
+    refetchInterval: pollUnreported(30_000),
   });
   return (
     <Guard needs="see_billing">
-      <Head title="Accounts" age={<Age query={accounts} />}>
+      <Head title="Accounts" age={<Age query={accounts} ofOperators />}>
         <Action needs="adjust_billing" spec={{ ...openAccount, done: (account) => void navigate({ to: "/accounts/$id", params: { id: account.id } }) }} />
       </Head>
       <Filters

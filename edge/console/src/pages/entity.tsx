@@ -1,7 +1,7 @@
 // One entity: what its state machine has done, what it waits for, and its restart.
 import { useQuery } from "@tanstack/react-query";
 import { api, dataOf } from "../api/client.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { pollOfMembers } from "../api/query-client.ts";
 import { count, shortId, readable } from "../format/text.ts";
 import { Guard } from "../ui/action.tsx";
 import { Card, Facts, Head } from "../ui/layout.tsx";
@@ -24,14 +24,15 @@ export default function EntityPage() {
   const report = useQuery({
     queryKey: ["entity", kind, id],
     queryFn: () => dataOf(api.GET("/api/v1/admin/runtime/entities/{kind}/{id}", { params: { path: { kind, id } as never } })),
-    refetchInterval: pollEvery(POLL_MS),
+    // Its mailbox and its member's silence are no changes of it.
+    refetchInterval: pollOfMembers,
   });
   return (
     <Guard needs="operate_runtime">
       <Loaded query={report}>
         {({ entity, history, earlier_history_removed: isCut }) => (
           <>
-            <Head title={`${readable(entity.kind)} ${shortId(entity.id)}`} age={<Age query={report} />}>
+            <Head title={`${readable(entity.kind)} ${shortId(entity.id)}`} age={<Age query={report} polled />}>
               <RestartEntity kind={entity.kind} id={entity.id} />
             </Head>
             <div className="columns">

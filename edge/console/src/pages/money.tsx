@@ -85,7 +85,7 @@ function TopUp({ currency }: { currency: string | null }) {
   );
 }
 
-/** The form stays until the page is there: nobody pays a second time meanwhile. */
+/** The form stays until the page is there, so that the user does not begin a second payment. */
 function PaymentOpens({ url }: { url: string }) {
   return (
     <p>

@@ -3,7 +3,7 @@ import { Suspense } from "react";
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import { api, dataOf, type Schemas } from "../api/client.ts";
-import { POLL_MS, pollUnreported } from "../api/query-client.ts";
+import { POLL_MS, pollOfMembers, pollUnreported } from "../api/query-client.ts";
 import { money } from "../format/money.ts";
 import { count, readable } from "../format/text.ts";
 import { duration } from "../format/time.ts";
@@ -17,7 +17,7 @@ import { When } from "../ui/time.tsx";
 import { Table } from "../ui/table.tsx";
 import { useAddress } from "../ui/use-address.ts";
 import { troubledMembers, troublesOf } from "./member-troubles.tsx";
-import { overdueQuery, pollOfMembers } from "./supervision-tree.tsx";
+import { overdueQuery } from "./supervision-tree.tsx";
 
 const FleetCharts = lazyPart(() => import("./fleet-charts.tsx"), () => <p className="soft">The charts cannot be shown before the page is loaded again.</p>);
 
@@ -32,7 +32,7 @@ export default function OperationsPage() {
   const overview = useQuery(overviewQuery);
   return (
     <Guard needs="operate_runtime">
-      <Head title="Fleet" age={<Age query={overview} />} />
+      <Head title="Fleet" age={<Age query={overview} polled />} />
       <Loaded query={overview}>
         {(data) => (
           <>

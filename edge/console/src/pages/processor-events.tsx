@@ -2,7 +2,7 @@
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, type Schemas } from "../api/client.ts";
 import { newestFirst } from "../api/queries.ts";
-import { POLL_MS, pollEvery } from "../api/query-client.ts";
+import { POLL_MS, pollUnreported } from "../api/query-client.ts";
 import { count, readable } from "../format/text.ts";
 import { Action, Guard, RoleNeeded } from "../ui/action.tsx";
 import { Filters } from "../ui/filters.tsx";
@@ -29,11 +29,12 @@ export default function ProcessorEventsPage() {
       return newestFirst((order) => dataOf(api.GET("/api/v1/admin/billing/processor-events", { params: { query: { ...query, ...order } } })));
     },
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(POLL_MS),
+    // Changes are reported to operators alone, and others may see events.
+    refetchInterval: pollUnreported(POLL_MS),
   });
   return (
     <Guard needs="see_billing">
-      <Head title="Payment events" age={<Age query={events} />} />
+      <Head title="Payment events" age={<Age query={events} ofOperators />} />
       <p className="soft page-note">
         What the payment processor reported. An event is dead when all its attempts have failed: find the cause, then retry it, or dismiss it with what you did instead.
       </p>

@@ -1,7 +1,7 @@
 // The catalog's entries, with the approvals of two people for each change of status.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
-import { pollEvery } from "../api/query-client.ts";
+import { pollUnreported } from "../api/query-client.ts";
 import { money } from "../format/money.ts";
 import { count, gpuctl, mebibytes, readable } from "../format/text.ts";
 import { useMe } from "../session/me.ts";
@@ -28,11 +28,12 @@ export default function SkusPage() {
     queryKey: ["skus", address],
     queryFn: () => dataOf(api.GET("/api/v1/admin/skus", { params: { query: queryOf(address, ["status"]) as { status?: Schemas["SkuStatus"] } } })),
     placeholderData: keepPreviousData,
-    refetchInterval: pollEvery(30_000),
+    // Changes are reported to operators alone, and others may see SKUs.
+    refetchInterval: pollUnreported(30_000),
   });
   return (
     <Guard needs="see_skus">
-      <Head title="SKUs" age={<Age query={skus} />}>
+      <Head title="SKUs" age={<Age query={skus} ofOperators />}>
         <Action needs="manage_skus" spec={createSku} />
       </Head>
       <p className="soft page-note">A change of status takes effect with the approvals of two people: one in the role platform operations, one in the role inventory owner.</p>

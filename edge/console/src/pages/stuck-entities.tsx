@@ -63,7 +63,7 @@ export default function StuckPage() {
   const parked = useQuery(treeQuery({ parked: "true" }));
   return (
     <Guard needs="operate_runtime">
-      <Head title="Stuck" age={<Age query={overdue} />} />
+      <Head title="Stuck" age={<Age query={overdue} polled />} />
       <p className="soft page-note">Overdue: a wait is over its deadline. Parked: an entity has failed too often and is not tried any more. Members: a worker was given up, a consumer lags, or a clock is off. Each cause has a runbook of the book, which says what it means and what to do.</p>
       <Loaded query={overdue}>
         {(late) => (

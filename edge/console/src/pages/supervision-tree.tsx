@@ -3,7 +3,7 @@ import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
 import type { paths } from "../../generated/schema.d.ts";
 import { api, dataOf, type Schemas } from "../api/client.ts";
-import { POLL_MS, pollEvery, pollUnreported } from "../api/query-client.ts";
+import { pollOfMembers } from "../api/query-client.ts";
 import { count, shortId, readable } from "../format/text.ts";
 import { Guard } from "../ui/action.tsx";
 import { Filters } from "../ui/filters.tsx";
@@ -23,12 +23,6 @@ type Entity = Schemas["EntityNode"];
 /** As many entities as the API gives in one answer. */
 const LIMIT = 1000;
 const ROW_PX = 34;
-/** How often members are looked at while somebody works in the tab. */
-const MEMBERS_MS = 30_000;
-
-/** The interval of a query about entities and members. Messages report the entities alone: a member that falls silent or lags is no change of one, nor is a
- * deadline that passes. */
-export const pollOfMembers = () => Math.min(pollEvery(POLL_MS)(), pollUnreported(MEMBERS_MS)());
 
 type Kind = NonNullable<NonNullable<paths["/api/v1/admin/runtime/tree"]["get"]["parameters"]["query"]>["kind"]>;
 
@@ -54,18 +48,18 @@ export const treeQuery = (address: Address) => ({
     return dataOf(api.GET("/api/v1/admin/runtime/tree", { params: { query } }));
   },
   placeholderData: keepPreviousData,
-  refetchInterval: pollEvery(POLL_MS),
+  refetchInterval: pollOfMembers,
 });
 
 /** What is overdue, with all members. */
-export const overdueQuery = { ...treeQuery({ overdue: "true" }), refetchInterval: pollOfMembers };
+export const overdueQuery = treeQuery({ overdue: "true" });
 
 export default function TreePage() {
   const [address, set] = useAddress();
   const tree = useQuery(treeQuery(address));
   return (
     <Guard needs="operate_runtime">
-      <Head title="Tree" age={<Age query={tree} />} />
+      <Head title="Tree" age={<Age query={tree} polled />} />
       <Filters
         of={[
           { name: "kind", label: "Kind", options: KINDS },

@@ -120,7 +120,7 @@ export function logInInWindow(): boolean {
   return opened !== null && !opened.closed;
 }
 
-/** A page that the browser kept while another one was open is as it was then, whoever has logged out meanwhile: it is loaded again. */
+/** A page that the browser kept while another one was open is as it was then, although its user may have logged out since: it is loaded again. */
 export function loadAgainWhenRestored(reload: () => void): void {
   window.addEventListener("pageshow", ({ persisted }) => persisted && reload());
 }

@@ -3,7 +3,7 @@ import { Form } from "react-aria-components";
 import { ApiFailure } from "../api/failure.ts";
 import type { ActionSpec } from "./action.tsx";
 import { Banners } from "../layout/banners.tsx";
-import { ChangedValues, useChangedValues } from "./changed-values.tsx";
+import { ChangedValues, changedValues } from "./changed-values.tsx";
 import { DialogFrame } from "./dialog.tsx";
 import { Fields } from "./fields.tsx";
 import { Problem } from "./problem.tsx";
@@ -22,8 +22,9 @@ interface ActionDialogProps {
 
 export default function ActionDialog({ spec, isGone, close }: ActionDialogProps) {
   const fields = spec.fields ?? [];
-  const draft = useDraft(spec.id, Object.fromEntries(fields.map((field) => [field.name, field.initial ?? ""])));
-  const { changed, seen } = useChangedValues(fields, draft.values);
+  const initial = Object.fromEntries(fields.map((field) => [field.name, field.initial ?? ""]));
+  const draft = useDraft(spec.id, initial);
+  const changed = changedValues(fields, draft.values, draft.began);
   const sending = useSend({
     name: spec.id,
     send: spec.send,
@@ -39,7 +40,7 @@ export default function ActionDialog({ spec, isGone, close }: ActionDialogProps)
   const goOn = () => {
     fields.filter(({ kind }) => kind === "hidden").forEach(({ name, initial }) => draft.set(name, initial ?? ""));
     sending.changed();
-    seen();
+    draft.rebase(initial);
   };
   /** By its button. Escape, which is pressed by accident, too, leaves what was typed for the next time. */
   const cancel = () => {

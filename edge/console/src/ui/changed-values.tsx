@@ -1,5 +1,4 @@
-// What a form began with, where it has become something else while the form is open.
-import { useState } from "react";
+// What a form began with, where it has become something else since.
 import type { FieldSpec } from "./action.tsx";
 import { Plain } from "./text.tsx";
 import type { Values } from "./use-draft.ts";
@@ -10,15 +9,12 @@ interface ChangedValue {
   now: string;
 }
 
-/** The fields whose value of the form's opening is not that of this moment, nor is the form's; and what marks them as seen. */
-export function useChangedValues(fields: readonly FieldSpec[], values: Values): { changed: ChangedValue[]; seen: () => void } {
-  const initial = Object.fromEntries(fields.map((field) => [field.name, field.initial ?? ""]));
-  const [known, setKnown] = useState<Values>(initial);
-  const changed = fields.flatMap((field): ChangedValue[] => {
-    const [before, now] = [known[field.name] ?? "", field.initial ?? ""];
+/** The fields whose initial value that the form is based on is not that of this moment, nor is the form's. */
+export function changedValues(fields: readonly FieldSpec[], values: Values, began: Values): ChangedValue[] {
+  return fields.flatMap((field): ChangedValue[] => {
+    const [before, now] = [began[field.name] ?? "", field.initial ?? ""];
     return field.kind === "hidden" || now === before || now === values[field.name] ? [] : [{ field, before, now }];
   });
-  return { changed, seen: () => setKnown(initial) };
 }
 
 function textOf({ kind }: FieldSpec, value: string): string {

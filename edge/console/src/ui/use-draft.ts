@@ -3,6 +3,8 @@ import { useCallback, useState } from "react";
 import { forgetTab, readStored, removeStored, store } from "./browser-storage.ts";
 
 const PREFIX = "gpuaas-draft:";
+/** What a form with a draft began with. */
+const BEGAN_PREFIX = "gpuaas-draft-began:";
 const KEY_PREFIX = "gpuaas-key:";
 const OWNER = "gpuaas-drafts-of";
 
@@ -16,9 +18,9 @@ export function openDrafts(user: string): void {
   store("session", OWNER, user);
 }
 
-function stored(name: string): Values {
+function storedValues(key: string): Values {
   try {
-    const found: unknown = JSON.parse(readStored("session", PREFIX + name) ?? "{}");
+    const found: unknown = JSON.parse(readStored("session", key) ?? "{}");
     if (typeof found !== "object" || found === null) return {};
     return Object.fromEntries(Object.entries(found).filter((entry): entry is [string, string] => typeof entry[1] === "string"));
   } catch {
@@ -26,23 +28,31 @@ function stored(name: string): Values {
   }
 }
 
+interface Draft {
+  values: Values;
+  /** The initial values that the form is based on: those of its first opening, or those that were seen since. A draft outlives its dialog, and what it is about may change
+   * meanwhile. */
+  began: Values;
+}
+
+function storeDraft(name: string, draft: Draft): Draft {
+  store("session", PREFIX + name, JSON.stringify(draft.values));
+  store("session", BEGAN_PREFIX + name, JSON.stringify(draft.began));
+  return draft;
+}
+
 /** The values of the form of this name: typed earlier, or as they begin. The key makes repetitions of its request one. */
 export function useDraft(name: string, initial: Values) {
-  const [values, setValues] = useState<Values>(() => ({ ...initial, ...stored(name) }));
-  const set = useCallback(
-    (field: string, value: string) =>
-      setValues((before) => {
-        const after = { ...before, [field]: value };
-        store("session", PREFIX + name, JSON.stringify(after));
-        return after;
-      }),
-    [name],
-  );
+  const [draft, setDraft] = useState<Draft>(() => ({ values: { ...initial, ...storedValues(PREFIX + name) }, began: { ...initial, ...storedValues(BEGAN_PREFIX + name) } }));
+  const set = useCallback((field: string, value: string) => setDraft((before) => storeDraft(name, { ...before, values: { ...before.values, [field]: value } })), [name]);
+  /** From here on the form is based on these initial values. */
+  const rebase = useCallback((began: Values) => setDraft((before) => storeDraft(name, { ...before, began })), [name]);
   const discard = useCallback(() => {
     removeStored("session", PREFIX + name);
+    removeStored("session", BEGAN_PREFIX + name);
     forgetKey(name);
   }, [name]);
-  return { values, set, discard };
+  return { ...draft, set, rebase, discard };
 }
 
 /** The key of a request of this form whose outcome is unknown: the tab was reloaded before its answer. */

@@ -10,6 +10,7 @@ beforeEach(async () => {
   await expect.poll(() => server.streams.size, { timeout: 60_000 }).toBe(0);
   server.streamsOpened = 0;
   server.mock.allocations = [allocation(1)];
+  server.mock.role = "user";
   context = await browser.newContext();
 });
 
@@ -64,6 +65,8 @@ it("the connection passes on when its tab closes", async () => {
 });
 
 it("a message refreshes only what it concerns", async () => {
+  // Changes of keys are reported to operators alone.
+  server.mock.role = "admin";
   const { page, asked } = await tab("/ssh-keys");
   server.notify("provisioning.released", { allocation_id: allocation(1).id });
   server.notify("runtime.changed", { kinds: ["tenant"], entities: [] });
