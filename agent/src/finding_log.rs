@@ -18,7 +18,12 @@ const FILE: &str = "health.json";
 /// The most findings that are tracked, with conditions that have ended.
 const MAX_TRACKED: usize = 4 * MAX_FINDINGS;
 /// A condition has ended when it is absent from this many observations in a row: one that comes and goes is one finding.
+/// That of a GPU without a name has ended at the first: see [`is_of_unnamed_gpu`].
 const ABSENT_OBSERVATIONS: u32 = 3;
+
+/// The prefixes of the names of GPUs that the driver has never named.
+const PCI_NAME: &str = "PCI-";
+const INDEX_NAME: &str = "INDEX-";
 
 /// The probe of readings that do not answer.
 pub const READING: &str = "reading";
@@ -43,7 +48,21 @@ pub struct FindingKey {
 /// The name of a GPU that the driver has never named, by its PCI address. For a control plane, it is a GPU of the machine that is not listed.
 #[must_use]
 pub fn name_of_place(pci_address: &str) -> String {
-    format!("PCI-{pci_address}")
+    format!("{PCI_NAME}{pci_address}")
+}
+
+/// The same by the driver's index, where the address is not known.
+#[must_use]
+pub fn name_of_index(index: u32) -> String {
+    format!("{INDEX_NAME}{index}")
+}
+
+/// Whether the finding stands for a GPU that the driver has never named. A control plane counts it with the listed GPUs: it ends with the report
+/// that lists the GPU, and stays as long as the list does.
+#[must_use]
+pub fn is_of_unnamed_gpu(finding: &Finding) -> bool {
+    let is_unnamed = |name: &str| [PCI_NAME, INDEX_NAME].into_iter().any(|prefix| name.starts_with(prefix));
+    finding.probe == "gpu" && finding.gpu_uuid.as_deref().is_some_and(is_unnamed)
 }
 
 /// A condition that a probe observes at this moment.
@@ -159,9 +178,10 @@ impl Tracked {
 }
 
 impl State {
-    /// The findings that outlive a boot.
-    fn altered_machine(&self) -> impl Iterator<Item = &Tracked> {
-        self.findings.iter().filter(|tracked| tracked.is_reported() && is_of_altered_machine(&tracked.finding.probe))
+    /// The findings that outlive a boot: those of an altered machine, and those that are counted with the GPUs, which stay known.
+    fn outliving_boots(&self) -> impl Iterator<Item = &Tracked> {
+        let outlives = |finding: &Finding| is_of_altered_machine(&finding.probe) || is_of_unnamed_gpu(finding);
+        self.findings.iter().filter(move |tracked| tracked.is_reported() && outlives(&tracked.finding))
     }
 }
 
@@ -184,8 +204,8 @@ fn stored(state_dir: &Path) -> State {
 
 impl FindingLog {
     /// The findings of this boot that an earlier process has stored. Those of another boot, or of a file that is not understood, are over,
-    /// but for those of an altered machine: a boot takes back nothing of what was altered, and it takes a while to look. The GPUs stay known: one that
-    /// does not come back with the boot is missing.
+    /// but for those of an altered machine: a boot takes back nothing of what was altered, and it takes a while to look. The GPUs stay known, with
+    /// those that were never named: one that does not come back with the boot is missing.
     #[must_use]
     pub fn open(state_dir: &Path, boot_id: Uuid) -> Self {
         let (path, stored) = (state_dir.join(FILE), stored(state_dir));
@@ -194,7 +214,7 @@ impl FindingLog {
         } else {
             State {
                 boot_id,
-                findings: stored.altered_machine().cloned().collect(),
+                findings: stored.outliving_boots().cloned().collect(),
                 gpus: stored.gpus.clone(),
                 gpus_are_of_earlier_boot: true,
                 addresses: stored.addresses.clone(),
@@ -317,7 +337,11 @@ impl FindingLog {
                 && !is_observed
                 && !is_unknown(&tracked.finding)
             {
-                *absent = absent.saturating_add(1).min(ABSENT_OBSERVATIONS);
+                *absent = match is_of_unnamed_gpu(&tracked.finding) {
+                    // The GPU is listed from this report on, or has another such name.
+                    true => ABSENT_OBSERVATIONS,
+                    false => absent.saturating_add(1).min(ABSENT_OBSERVATIONS),
+                };
             }
         }
         for condition in observed {
@@ -365,7 +389,7 @@ impl FindingLog {
             return;
         }
         let (path, state) = (self.path.clone(), self.state.clone());
-        let is_synced = !self.state.altered_machine().eq(self.stored.altered_machine());
+        let is_synced = !self.state.outliving_boots().eq(self.stored.outliving_boots());
         let written = self.write.read_within(WAIT, move || {
             let stored = write(&path, &state, is_synced);
             (state, stored)
@@ -530,6 +554,27 @@ mod tests {
         assert_eq!(observe(&[], 5), vec![]);
         let repeated = observe(&[pending], 6);
         assert_eq!((repeated[0].count, repeated[0].first_at, repeated[0].last_at), (2, at(1), at(6)));
+    }
+
+    #[test]
+    fn finding_of_an_unnamed_gpu_outlives_a_boot_and_ends_with_the_first_report_without_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        let unreadable = |name: &str| Condition::of_gpu(name, "gpu", "unreadable", "e");
+        let names = |log: &FindingLog| log.report().into_iter().filter_map(|it| it.gpu_uuid).collect::<Vec<_>>();
+        let at_place = unreadable(&name_of_place("0000:3b:00"));
+        log.note_conditions(&[at_place.clone(), unreadable("GPU-1")], |_| false, at(1));
+        log.note_conditions(&[unreadable(&name_of_index(2))], |_| false, at(2));
+        assert_eq!(names(&log), ["GPU-1", "INDEX-2"], "one name of the GPU at a time");
+        log.note_conditions(&[at_place], |_| false, at(3));
+        assert_eq!(names(&log), ["GPU-1", "PCI-0000:3b:00"]);
+        log.store_all();
+        let mut next = FindingLog::open(folder.path(), Uuid::from_u128(2));
+        assert_eq!(names(&next), ["PCI-0000:3b:00"]);
+        (4..9).for_each(|second| next.note_conditions(&[], is_of_unnamed_gpu, at(second)));
+        assert_eq!(names(&next), ["PCI-0000:3b:00"], "nothing is known of it");
+        next.note_conditions(&[], |_| false, at(9));
+        assert_eq!(names(&next), Vec::<String>::new());
     }
 
     #[test]

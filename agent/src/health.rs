@@ -158,6 +158,10 @@ impl HealthMonitor {
             }
             (Some(Ok(survey)), None) => is_of_fabric(finding) && !has_read_fabric(survey),
             (Some(Err(_)), None) => is_of_fabric(finding) || finding.probe == "gpu",
+            (Some(Err(_)), Some(_)) if finding_log::is_of_unnamed_gpu(finding) => true,
+            (Some(Ok(survey)), Some(_)) if finding_log::is_of_unnamed_gpu(finding) => {
+                self.gpus.may_omit_unnamed(survey)
+            }
             (Some(_), Some(_)) if finding.probe == "gpu" => false,
             (Some(Err(_)), Some(_)) => true,
             (Some(Ok(survey)), Some(uuid)) => {
@@ -314,7 +318,10 @@ fn booted_at(now: DateTime<Utc>) -> Option<DateTime<Utc>> {
 mod tests {
     use std::fs;
 
+    use wire::inventory::GpuTopology;
+
     use super::*;
+    use crate::gpu_probe::{GpuCondition, UnreadableGpu};
 
     const BOOT: Uuid = Uuid::from_u128(1);
 
@@ -340,6 +347,61 @@ mod tests {
 
     fn no_gpus() -> Arc<Gpus> {
         Arc::new(Gpus::Absent { why: String::new() })
+    }
+
+    /// The driver's answer with so many listed GPUs.
+    fn survey(listed: u32) -> GpuSurvey {
+        let gpu = |index: u32| SurveyedGpu {
+            info: GpuInfo {
+                index,
+                uuid: format!("GPU-{index}"),
+                vendor: "NVIDIA".into(),
+                model: "H100".into(),
+                memory_mib: 1,
+                topology: GpuTopology::default(),
+            },
+            pci_address: Some(format!("0000:{index:02x}:00")),
+            load: None,
+            condition: GpuCondition::default(),
+        };
+        GpuSurvey { gpus: (0..listed).map(gpu).collect(), ..GpuSurvey::default() }
+    }
+
+    /// As a control plane counts the GPUs after this survey: those that are listed, and the names of others.
+    async fn counted(monitored: &mut HealthMonitor, survey: SurveyResult) -> (usize, Vec<String>) {
+        monitored.in_flight = Some(tokio::spawn(std::future::ready(survey)));
+        let Observation { gpus, findings, .. } =
+            monitored.observe(&no_gpus(), &ServerClock::unknown(), Vec::new()).await;
+        let named = findings.into_iter().filter(|it| it.probe == "gpu").filter_map(|it| it.gpu_uuid);
+        (gpus.len(), named.filter(|name| gpus.iter().all(|gpu| gpu.uuid != *name)).collect())
+    }
+
+    #[tokio::test]
+    async fn gpu_that_was_never_read_is_one_gpu_in_each_report_until_it_is_listed() {
+        const HUNG: GpuError = GpuError::Hung { seconds: 10 };
+        let folder = tempfile::tempdir().unwrap();
+        let mut monitored = monitor(folder.path(), None);
+        let never_read = |address: Option<&str>| {
+            let gpu = UnreadableGpu { index: 3, pci_address: address.map(str::to_owned), why: "e".into() };
+            Ok(GpuSurvey { unreadable: vec![gpu], ..survey(3) })
+        };
+        let place = (3, vec!["PCI-0000:3b:00".to_owned()]);
+        assert_eq!(counted(&mut monitored, never_read(Some("0000:3b:00"))).await, place, "at once");
+        assert_eq!(counted(&mut monitored, never_read(None)).await, (3, vec!["INDEX-3".to_owned()]));
+        assert_eq!(counted(&mut monitored, never_read(Some("0000:3b:00"))).await, place);
+        for _ in 0..5 {
+            assert_eq!(counted(&mut monitored, Err(HUNG)).await, place);
+        }
+        monitored.log.store_all();
+        let mut next = monitor(folder.path(), None);
+        next.log = FindingLog::open(folder.path(), Uuid::from_u128(2));
+        next.gpus = GpuMonitor::of_earlier_boot(next.log.gpus()).at(next.log.addresses());
+        next.last.gpus = next.log.gpus().to_vec();
+        assert_eq!(counted(&mut next, Err(HUNG)).await, place, "after a boot");
+        assert_eq!(counted(&mut next, Ok(survey(1))).await, place, "the driver finds one after the other");
+        assert_eq!(counted(&mut next, never_read(Some("0000:3b:00"))).await, place);
+        assert_eq!(counted(&mut next, Ok(GpuSurvey { lost: 1, ..survey(3) })).await, place, "it has no other name");
+        assert_eq!(counted(&mut next, Ok(survey(4))).await, (4, vec![]));
     }
 
     #[tokio::test]

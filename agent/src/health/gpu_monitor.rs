@@ -25,6 +25,8 @@ pub struct GpuMonitor {
     last: Vec<GpuInfo>,
     missing_since: BTreeMap<String, DateTime<Utc>>,
     unreadable: Option<Unreadable>,
+    /// In how many consecutive surveys each GPU was silent, by UUID.
+    silent_surveys: BTreeMap<String, u32>,
     /// Since when no other process can begin to use the GPUs.
     restart_needed_since: Option<DateTime<Utc>>,
     /// The PCI address of each GPU that was read, by UUID.
@@ -59,6 +61,7 @@ impl GpuMonitor {
             last: had.to_vec(),
             missing_since: BTreeMap::new(),
             unreadable: None,
+            silent_surveys: BTreeMap::new(),
             restart_needed_since: None,
             addresses: BTreeMap::new(),
         }
@@ -86,6 +89,17 @@ impl GpuMonitor {
     #[must_use]
     pub const fn is_of_this_boot(&self) -> bool {
         !self.had_is_of_earlier_boot
+    }
+
+    /// Whether a GPU that the driver has never named may be there although this survey, which was assessed last, does not have it: the driver
+    /// may find its GPUs one after the other, and it does not name one that is lost.
+    #[must_use]
+    pub fn may_omit_unnamed(&self, survey: &GpuSurvey) -> bool {
+        let is_listed = |gpu: &GpuInfo| survey.gpus.iter().any(|it| it.info.uuid == gpu.uuid);
+        let absent = self.had.iter().filter(|gpu| !is_listed(gpu)).count();
+        let has_unnamed_lost = usize::try_from(survey.lost).is_ok_and(|lost| lost > absent);
+        let is_awaited = self.had_is_of_earlier_boot && survey.unreadable.is_empty();
+        is_awaited || has_unnamed_lost
     }
 
     /// The presence of the GPUs by a survey. GPUs that could not be read are as they were read last.
@@ -133,6 +147,7 @@ impl GpuMonitor {
         }
         let Some(why) = reasons.first() else {
             self.unreadable = None;
+            self.silent_surveys.clear();
             let were_replaced = self.had_is_of_earlier_boot && listed.len() >= self.had.len();
             if self.had.is_empty() || were_replaced {
                 self.had.clone_from(&listed);
@@ -148,12 +163,16 @@ impl GpuMonitor {
         self.unreadable = Some(unreadable);
         let silent: Vec<_> =
             self.last.iter().filter(|gpu| listed.iter().all(|read| read.uuid != gpu.uuid)).cloned().collect();
+        self.silent_surveys.retain(|uuid, _| silent.iter().any(|gpu| gpu.uuid == *uuid));
+        for gpu in &silent {
+            let surveys = self.silent_surveys.entry(gpu.uuid.clone()).or_default();
+            *surveys = surveys.saturating_add(u32::from(!is_awaited));
+        }
         let mut health = self.missing(&self.last.clone(), now);
         let mut conditions = missing_conditions(&health, 0);
         match survey {
             Err(error) => conditions.push(unreadable.condition_of_driver(error)),
-            Ok(survey) if unreadable.is_fault() => conditions.extend(self.silent_gpus(&silent, survey, why)),
-            Ok(_) => {}
+            Ok(survey) => conditions.extend(self.silent_gpus(&silent, survey, why, unreadable)),
         }
         let harms_tenants = survey.err().is_none_or(|error| !is_of_this_process(error));
         health.status = health.status.max(unreadable.status(harms_tenants));
@@ -183,22 +202,30 @@ impl GpuMonitor {
         HealthReport { status: if alerts.is_empty() { HealthLevel::Ok } else { HealthLevel::Critical }, alerts }
     }
 
-    /// Each GPU that alone could not be read, with the driver's error of its address, and each that is absent beside them. One that was never
-    /// read has the name of its place: it is a fault of that GPU alone.
-    fn silent_gpus(&self, silent: &[GpuInfo], survey: &GpuSurvey, why: &str) -> Vec<Condition> {
+    /// Each GPU that alone could not be read in [`UNREADABLE_SURVEYS`], with the driver's error of its address, and each that is absent beside
+    /// them. One that was never read has the name of its place, from the first survey on: it is a fault of that GPU alone, which no tenant can hold.
+    fn silent_gpus(&self, silent: &[GpuInfo], survey: &GpuSurvey, why: &str, unreadable: Unreadable) -> Vec<Condition> {
         let mut left: Vec<&UnreadableGpu> = survey.unreadable.iter().collect();
         let (mut conditions, mut absent) = (Vec::new(), Vec::new());
         let address_of = |gpu: &GpuInfo| self.addresses.get(&gpu.uuid);
         let is_it = |gpu: &GpuInfo, read: &UnreadableGpu| {
             address_of(gpu).is_some_and(|address| read.pci_address.as_ref() == Some(address))
         };
-        let may_be_it = |gpu: &GpuInfo, read: &UnreadableGpu| address_of(gpu).is_none() || read.pci_address.is_none();
+        // The address of two GPUs is that of neither for certain.
+        let is_shared = |address: &String| {
+            survey.unreadable.iter().filter(|it| it.pci_address.as_ref() == Some(address)).count() > 1
+        };
+        let may_be_it = |gpu: &GpuInfo, read: &UnreadableGpu| {
+            address_of(gpu).is_none() || read.pci_address.as_ref().is_none_or(is_shared)
+        };
         let (placed, others): (Vec<_>, Vec<_>) =
             silent.iter().partition(|gpu| survey.unreadable.iter().any(|read| is_it(gpu, read)));
-        for gpu in placed.into_iter().chain(others) {
+        let position_of = |gpu: &GpuInfo, left: &[&UnreadableGpu]| {
             let found = left.iter().position(|read| is_it(gpu, read));
-            let found = found.or_else(|| left.iter().position(|read| may_be_it(gpu, read)));
-            let why = match found.map(|position| left.remove(position)) {
+            found.or_else(|| left.iter().position(|read| may_be_it(gpu, read)))
+        };
+        for gpu in placed.into_iter().chain(others) {
+            let why = match position_of(gpu, &left).map(|position| left.remove(position)) {
                 Some(read) => read.why.as_str(),
                 // All of them are awaited.
                 None if survey.unreadable.is_empty() => why,
@@ -207,20 +234,32 @@ impl GpuMonitor {
                     continue;
                 }
             };
+            if self.silent_surveys.get(&gpu.uuid).is_none_or(|surveys| *surveys < UNREADABLE_SURVEYS) {
+                continue;
+            }
             let detail = match address_of(gpu).filter(|address| !why.contains(address.as_str())) {
                 Some(address) => format!("GPU at {address}: {why}"),
                 None => why.to_owned(),
             };
             conditions.push(Condition::of_gpu(&gpu.uuid, "gpu", "unreadable", detail));
         }
-        let code = absence(survey.lost, absent.len());
-        conditions.extend(
-            absent.into_iter().map(|gpu| Condition::of_gpu(&gpu.uuid, "gpu", code, unlisted(gpu, address_of(gpu)))),
-        );
+        // One that was missing and cannot be read is missing still, and is no other GPU.
+        for gpu in self.had.iter().filter(|gpu| self.last.iter().all(|it| it.uuid != gpu.uuid)) {
+            if let Some(position) = position_of(gpu, &left) {
+                left.remove(position);
+            }
+        }
+        // After a boot the driver may list them a moment later.
+        if unreadable.is_fault() {
+            let code = absence(survey.lost, absent.len());
+            let absent = absent.into_iter();
+            conditions
+                .extend(absent.map(|gpu| Condition::of_gpu(&gpu.uuid, "gpu", code, unlisted(gpu, address_of(gpu)))));
+        }
         conditions.extend(left.into_iter().map(|read| {
             let name = match &read.pci_address {
                 Some(address) => finding_log::name_of_place(address),
-                None => format!("INDEX-{}", read.index),
+                None => finding_log::name_of_index(read.index),
             };
             Condition::of_gpu(&name, "gpu", "unreadable", read.why.as_str())
         }));
@@ -534,6 +573,42 @@ mod tests {
         monitor.addresses = BTreeMap::from([("GPU-1".to_owned(), "0000:3b:00".to_owned())]);
         let found = monitor.assess(Ok(&never_read(&[gpu(0)], 1)), Utc::now());
         assert_eq!(codes(&found), ["gpu/lost GPU-1", "gpu/unreadable PCI-0000:5e:00"]);
+    }
+
+    #[test]
+    fn transient_read_error_beside_a_gpu_that_was_never_read_is_no_fault() {
+        let mut monitor = GpuMonitor::of(&[gpu(0), gpu(1)]).at([("GPU-1".to_owned(), "0000:3b:00".to_owned())].into());
+        let never_read = || unreadable(2, Some("0000:5e:00"), "e");
+        let beside = GpuSurvey { unreadable: vec![never_read()], ..survey(&[gpu(0), gpu(1)]) };
+        for _ in 0..UNREADABLE_SURVEYS {
+            let found = monitor.assess(Ok(&beside), Utc::now());
+            assert_eq!((codes(&found), found.gpus.len()), (vec!["gpu/unreadable PCI-0000:5e:00".to_owned()], 2));
+        }
+        let both = [unreadable(1, Some("0000:3b:00"), "e"), never_read()];
+        let both = GpuSurvey { unreadable: both.into(), ..survey(&[gpu(0)]) };
+        for _ in 1..UNREADABLE_SURVEYS {
+            let found = monitor.assess(Ok(&both), Utc::now());
+            assert_eq!((codes(&found), found.gpus.len()), (vec!["gpu/unreadable PCI-0000:5e:00".to_owned()], 2));
+        }
+        let found = monitor.assess(Ok(&both), Utc::now());
+        assert_eq!(codes(&found), ["gpu/unreadable GPU-1", "gpu/unreadable PCI-0000:5e:00"]);
+        // The next failure is counted from its own beginning.
+        let _ = monitor.assess(Ok(&beside), Utc::now());
+        assert_eq!(codes(&monitor.assess(Ok(&both), Utc::now())), ["gpu/unreadable PCI-0000:5e:00"]);
+    }
+
+    #[test]
+    fn missing_gpu_that_returns_and_cannot_be_read_is_one_gpu() {
+        let (had, address) = ([gpu(0), gpu(1)], "0000:3b:00");
+        let mut monitor = GpuMonitor::of(&had).at([("GPU-1".to_owned(), address.to_owned())].into());
+        let _ = monitor.assess(Ok(&survey(&had[..1])), Utc::now());
+        for pci_address in [Some(address), None] {
+            let returned = GpuSurvey { unreadable: vec![unreadable(1, pci_address, "e")], ..survey(&had[..1]) };
+            assert_eq!(codes(&monitor.assess(Ok(&returned), Utc::now())), ["gpu/missing GPU-1"], "{pci_address:?}");
+        }
+        let other = GpuSurvey { unreadable: vec![unreadable(1, Some("0000:5e:00"), "e")], ..survey(&had[..1]) };
+        let found = monitor.assess(Ok(&other), Utc::now());
+        assert_eq!(codes(&found), ["gpu/missing GPU-1", "gpu/unreadable PCI-0000:5e:00"]);
     }
 
     #[test]

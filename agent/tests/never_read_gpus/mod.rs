@@ -1,6 +1,7 @@
 //! A GPU that the driver has never named to the agent: it alone is out of rent.
 
 use uuid::Uuid;
+use wire::heartbeat::Heartbeat;
 
 use super::GpuMachine;
 use super::fake_control_plane::eventually;
@@ -16,6 +17,7 @@ async fn gpu_that_was_never_read_is_a_fault_of_its_place_and_the_others_are_prov
     let _agent = node.agent(&[]);
     // Its address ends in 0.
     let found = node.finds(&["gpu/unreadable 0", "xid/79 0"]).await;
+    let sent = node.fake.calls().heartbeats.len();
     assert!(found.iter().all(|it| it.gpu_uuid.as_deref() == Some("PCI-0000:11:00")), "{found:?}");
     assert!(found.iter().all(|it| it.detail.contains("0000:11:00")), "{found:?}");
     eventually(|| node.heartbeat().filter(|it| it.inventory.gpus.len() == 2)).await;
@@ -24,4 +26,9 @@ async fn gpu_that_was_never_read_is_a_fault_of_its_place_and_the_others_are_prov
     node.change(|machine| machine.gpus[1].errors.clear());
     let found = node.finds(&["xid/79 1"]).await;
     assert_eq!((found[0].gpu_uuid.as_ref(), found[0].count), (Some(&node.machine.gpus[1].uuid), 1));
+    // As a control plane counts them.
+    let unlisted = |it: &Heartbeat| it.findings.iter().flatten().filter(|it| it.probe == "gpu").count();
+    let counted = |it: &Heartbeat| it.inventory.gpus.len() + unlisted(it);
+    let counts: Vec<_> = node.fake.calls().heartbeats[sent..].iter().map(counted).collect();
+    assert!(counts.iter().all(|count| *count == 3), "{counts:?}");
 }
