@@ -104,7 +104,7 @@ pub fn private_folder(path: &Path) -> Result<(), FileError> {
     make().map_err(FileError::at("create", path))
 }
 
-/// Gives a file or folder this mode, where it has another one: what is right already needs no disk that can be written.
+/// Gives a file or folder this mode, where it has another one. An equal mode writes nothing, so that it works on a read-only disk.
 ///
 /// # Errors
 /// The mode is another one, and cannot be changed.

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use agent::chain;
 use agent::config::Flags;
 use agent::log_collector::{self, CollectorConfig, CollectorError};
+use agent::logging;
 use agent::stop_signals::StopSignals;
 use clap::Parser;
 use tracing::{error, info};
@@ -37,7 +38,7 @@ fn main() -> ExitCode {
     let flags = Flags { env_file: arguments.env_file, ..Flags::default() };
     let gathered = CollectorConfig::gather(&flags, |name| std::env::var(name).ok());
     let node_id = gathered.as_ref().ok().and_then(|config| Some(config.as_ref()?.agent.node_id));
-    if let Err(error) = agent::logging::init(&arguments.log, node_id) {
+    if let Err(error) = logging::init(&arguments.log, node_id) {
         use std::io::Write as _;
         // There is no log yet.
         let _ = writeln!(std::io::stderr(), "gpuaas-log-collector: {error:#}");
@@ -72,7 +73,10 @@ fn run(config: CollectorConfig) -> Result<(), CollectorError> {
     runtime.map_err(CollectorError::Runtime)?.block_on(async {
         let stop = StopSignals::listen().map_err(CollectorError::Runtime)?.into_token();
         info!(version = env!("CARGO_PKG_VERSION"), endpoint = config.endpoint, "starting");
-        log_collector::run(config, stop).await
+        tokio::select! {
+            ended = log_collector::run(config, stop) => ended,
+            never = logging::keep_reporting_dropped_lines() => match never {},
+        }
     })
 }
 

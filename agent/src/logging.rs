@@ -1,6 +1,8 @@
 //! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*).
 
+use std::convert::Infallible;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use telemetry::{HostFields, LogLines};
 use tracing::warn;
@@ -15,6 +17,9 @@ use bounded_lines::BoundedLines;
 
 /// Of this process.
 static LOG: OnceLock<BoundedLines> = OnceLock::new();
+
+/// How often a process without heartbeats reports the lines that were dropped.
+const DROPPED_LINES_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The role of a node's machine in a lab.
 const HOST_ROLE: &str = "worker_compute";
@@ -39,6 +44,14 @@ pub fn report_dropped_lines() {
     let dropped = LOG.get().map_or(0, BoundedLines::take_dropped);
     if dropped > 0 {
         warn!(error_code = "log_blocked", dropped, "lines of the log were dropped: standard error did not take them");
+    }
+}
+
+/// Reports dropped lines without an end, in a process without heartbeats.
+pub async fn keep_reporting_dropped_lines() -> Infallible {
+    loop {
+        tokio::time::sleep(DROPPED_LINES_INTERVAL).await;
+        report_dropped_lines();
     }
 }
 

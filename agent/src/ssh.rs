@@ -25,6 +25,7 @@ use nix::unistd::Pid;
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, BufReader};
 use tokio::process::Command;
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -50,8 +51,8 @@ const PAM: &str = "/etc/pam.d";
 /// The beginning of the names of agents' services.
 const PAM_SERVICE: &str = "gpuaas-sshd-";
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
-/// An sshd that has run for so long listens: it ends at once where it cannot.
-const STARTED_AFTER: Duration = Duration::from_secs(1);
+/// The beginning of the line with which sshd says that it listens.
+const LISTENING: &str = "Server listening on ";
 /// How long its last line may be on its way after its end.
 const LAST_LINE_WAIT: Duration = Duration::from_millis(200);
 const END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -144,11 +145,6 @@ impl Sshd {
         if let Some(service) = sshd.service.clone() {
             service.write(systemd)?;
             sshd.use_service_name(&service).map_err(FileError::at("link", &sshd.folder))?;
-        } else {
-            warn!(
-                error_code = "pam_namespace_missing",
-                "logins by SSH see the machine's /tmp and everybody's processes; install pam_namespace"
-            );
         }
         sshd.configure(keys, listen, systemd)?;
         sshd.end_previous_listener();
@@ -327,11 +323,11 @@ impl Sshd {
             Ok(sshd) => sshd,
             Err(error) => return Some(error.to_string()),
         };
-        let last_line = Arc::new(Mutex::default());
+        let (last_line, listening) = (Arc::new(Mutex::default()), Arc::new(Notify::new()));
         // Reads until the last holder has closed it: the connections outlive the listener.
-        let logging = sshd.stderr.take().map(|stderr| tokio::spawn(log(stderr, Arc::clone(&last_line))));
-        let (started, mut is_listening) = (tokio::time::sleep(STARTED_AFTER), false);
-        tokio::pin!(started);
+        let logging =
+            sshd.stderr.take().map(|stderr| tokio::spawn(log(stderr, Arc::clone(&last_line), Arc::clone(&listening))));
+        let mut is_listening = false;
         let ended = loop {
             tokio::select! {
                 ended = sshd.wait() => break ended,
@@ -340,7 +336,7 @@ impl Sshd {
                     let _ = tokio::time::timeout(END_TIMEOUT, sshd.wait()).await;
                     return None;
                 }
-                () = &mut started, if !is_listening => {
+                () = listening.notified(), if !is_listening => {
                     is_listening = true;
                     info!("tenants can log in by SSH");
                     on_listening();
@@ -374,10 +370,13 @@ impl Sshd {
 }
 
 /// Logs sshd's messages: logins, refused logins, and errors.
-async fn log(stderr: impl AsyncRead + Unpin, last_line: Arc<Mutex<String>>) {
+async fn log(stderr: impl AsyncRead + Unpin, last_line: Arc<Mutex<String>>, listening: Arc<Notify>) {
     let mut stderr = BufReader::new(stderr);
     while let Some(line) = line(&mut stderr).await {
         info!(line, "sshd");
+        if line.starts_with(LISTENING) {
+            listening.notify_one();
+        }
         *last_line.lock().unwrap_or_else(PoisonError::into_inner) = line;
     }
 }

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use agent::chain;
+use agent::logging;
 use agent::stop_signals::StopSignals;
 use agent::telemetry_edge::{EdgeConfig, serve};
 use clap::Parser;
@@ -27,7 +28,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     // Fails only if one is installed already, which is this one.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    if let Err(error) = agent::logging::init(&arguments.log, None) {
+    if let Err(error) = logging::init(&arguments.log, None) {
         use std::io::Write as _;
         // There is no log yet.
         let _ = writeln!(std::io::stderr(), "gpuaas-telemetry-edge: {error:#}");
@@ -56,8 +57,10 @@ fn run(config: EdgeConfig) -> std::io::Result<()> {
         let stop = StopSignals::listen()?.into_token();
         let (listen, tls) = (listener.local_addr()?.to_string(), config.tls.is_some());
         info!(version = env!("CARGO_PKG_VERSION"), listen, tls, requires_client = config.requires_client, "serving");
-        serve(listener, config, stop).await;
-        Ok(())
+        tokio::select! {
+            () = serve(listener, config, stop) => Ok(()),
+            never = logging::keep_reporting_dropped_lines() => match never {},
+        }
     })
 }
 
