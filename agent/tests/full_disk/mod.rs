@@ -95,7 +95,8 @@ async fn agent_starts_on_a_disk_that_has_become_read_only_and_ends_the_program_o
     assert!(agent.count(UNWRITTEN) > 0);
     agent.kill_9();
     disk.set_read_only(false);
-    let _agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("polling").await;
     let report = fake.end(tenant).await;
     assert!(report.is_clean(ExecutorKind::Sandbox), "{report:?}");
 }
